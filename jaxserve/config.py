@@ -1,0 +1,155 @@
+"""Frozen configuration, one class per layer of the engine, composed in EngineConfig; command-line flags are made from the fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that is also a command-line flag: `help` is its one-line text, `choices` limits it."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (arXiv:2104.09864) and how its frequencies are scaled for long contexts.
+
+    `kind` is one of default, linear, dynamic, llama3, yarn, longrope; the other fields carry the names of Hugging Face's
+    `rope_parameters` and are None where the kind does not use them.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of one decoder-only model, read from config.json or from GGUF metadata."""
+
+    architecture: str  # key of jaxserve.models.registry, e.g. "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    head_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # the union of all declared end-of-sequence ids
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What to load and in which number format."""
+
+    model: str = option("", "directory, .gguf file, Orbax checkpoint or hub id of the model", positional=True)
+    tokenizer: str | None = option(None, "directory or hub id of the tokenizer; default: the model's own")
+    dtype: str = option("auto", "dtype of weights and activations; auto: float32 on CPU, bfloat16 elsewhere", choices=DTYPES)
+    generation_config: str = option("auto", "auto: default sampling from the model's generation_config.json; none: ignore it")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The page pool."""
+
+    page_size: int = option(16, "tokens a page")
+    num_pages: int | None = option(None, "pages in the pool; default: what the memory allows")
+    kv_cache_memory: int | None = option(None, "bytes for the pool; default: 1 GiB on CPU, else by --memory-fraction")
+    memory_fraction: float = option(0.9, "share of the accelerator's memory for weights, programs and pool together")
+    kv_cache_dtype: str = option("auto", "dtype of the pool; auto: the model's dtype", choices=DTYPES)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step, and the shapes that programs are built for."""
+
+    max_model_len: int | None = option(None, "most tokens of one request, prompt and output; default: the model's own limit")
+    max_num_seqs: int = option(128, "most requests that run at once")
+    max_num_batched_tokens: int = option(512, "most tokens in one step")
+    max_num_queued_requests: int | None = option(None, "most requests that wait; beyond it new ones get 503; default: no limit")
+    decode_buckets: tuple[int, ...] | None = option(None, "rows of the decode programs; default: derived from max_num_seqs")
+    token_buckets: tuple[int, ...] | None = option(None, "tokens of the mixed programs; default: derived from max_num_batched_tokens")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The mesh: axes ("data", "tensor")."""
+
+    tensor_parallel_size: int = option(1, "devices that share each layer")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine needs to start; every field has a working default but `load.model`."""
+
+    load: LoadConfig = LoadConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    attention_backend: str = option("auto", "paged attention implementation; auto: the best for the device", choices=("auto", "xla", "reference"))
+    seed: int = option(0, "base of the seeds of requests that bring none")
+    compilation_cache_dir: str | None = option(None, "where compiled programs are kept; default: ~/.cache/jaxserve/xla; 'none' keeps none")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """An EngineConfig from flat names, e.g. from_options(model="DIR", page_size=32); TypeError names an unknown one."""
+        return compose(cls, options)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on")
+    served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: the model as given")
+    api_key: str | None = option(None, "key that every request must bring")
+    chat_template: str | None = option(None, "file with a Jinja chat template, or the template itself")
+    allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    metrics_prefix: str = option("jaxserve:", "prefix of the metrics' names")
+
+
+def layers(cls: type) -> dict[str, type]:
+    """The nested config classes of a composed config class, by field name."""
+    nested = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+    return {name: kind for name, kind in nested.items() if dataclasses.is_dataclass(kind)}
+
+
+def compose(cls: type, options: dict[str, Any]) -> Any:
+    """Build `cls` from flat option names, each going to the nested config that declares it."""
+    options, parts = dict(options), {}
+    for name, kind in layers(cls).items():
+        names = {f.name for f in dataclasses.fields(kind)}
+        parts[name] = kind(**{k: options.pop(k) for k in list(options) if k in names})
+    own = {f.name for f in dataclasses.fields(cls)} - set(parts)
+    unknown = sorted(set(options) - own)
+    if unknown:
+        known = sorted(own | {f.name for kind in layers(cls).values() for f in dataclasses.fields(kind)})
+        raise TypeError(f"unknown option {unknown[0]!r}; known options: {', '.join(known)}")
+    return cls(**parts, **options)
