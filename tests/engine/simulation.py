@@ -169,3 +169,14 @@ def is_decoding(request: Request) -> bool:
     """Whether all tokens but the last are computed and one more may be sampled."""
     num_outputs = len(request.output_token_ids) + request.num_pending_tokens
     return request.num_computed_tokens == request.num_prompt_tokens + num_outputs - 1 and num_outputs < request.max_tokens
+
+
+def rows(output: SchedulerOutput | None) -> list[tuple[str, int, int, bool]]:
+    """(request id's number, start, num_tokens, samples) of each row."""
+    return (
+        [(row.request.request_id.removeprefix("request-"), row.start, row.num_tokens, row.samples) for row in output.rows] if output else []
+    )
+
+
+def prompt(length: int) -> list[int]:
+    return [i % 8 for i in range(length)]

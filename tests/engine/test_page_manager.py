@@ -58,7 +58,9 @@ def test_counts_the_pages_of_tokens(num_tokens, num_pages):
     assert PageManager(num_pages=2, page_size=16).num_pages_for(num_tokens) == num_pages
 
 
-@pytest.mark.parametrize(("num_pages", "page_size", "message"), [(1, 16, "num_pages is 1"), (0, 16, "num_pages is 0"), (2, 0, "page_size is 0")])
+@pytest.mark.parametrize(
+    ("num_pages", "page_size", "message"), [(1, 16, "num_pages is 1"), (0, 16, "num_pages is 0"), (2, 0, "page_size is 0")]
+)
 def test_refuses_sizes_without_a_usable_page(num_pages, page_size, message):
     with pytest.raises(ValueError, match=message):
         PageManager(num_pages, page_size)

@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=1000, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 test_any_sequence_of_events = SchedulerMachine.TestCase
 
@@ -73,7 +73,7 @@ def random_simulation(rng: random.Random) -> Simulation:
     return Simulation(rng.randint(8, 40), rng.choice([1, 2, 4, 8]), max_num_seqs, max_num_seqs + rng.randint(0, 40))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_long_random_load(seed: int) -> None:
     """Queues much longer than the machine above builds, mostly short of pages, with and without overlap."""
     rng = random.Random(seed)
