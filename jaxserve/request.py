@@ -79,7 +79,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenOutput:
     """What one step made for one sequence; token_id is None when it only ended or only brings prompt logprobs."""
 
