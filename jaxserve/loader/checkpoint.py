@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxserve.config import ModelConfig
 
@@ -29,3 +30,12 @@ class Checkpoint:
     tensors: dict[str, SourceTensor]
     tokenizer_source: str  # what Tokenizer loads from: a directory or a .gguf file
     generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An uninitialised array whose memory the CPU backend takes over as it is: it copies what is not aligned to 64 bytes."""
+    dtype = np.dtype(dtype)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    buffer = np.empty(num_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + num_bytes].view(dtype).reshape(shape)

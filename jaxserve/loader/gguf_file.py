@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
+from jaxserve.loader.checkpoint import aligned_empty
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _UNQUANTISED = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 _QUANTISED = {t: getattr(quants, t) for t in ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")}
-_CHUNK = 1024  # blocks dequantised at a time: the intermediate arrays stay in the cache
+_CHUNK = 2048  # blocks dequantised at a time: the intermediate arrays stay in the cache
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,14 @@ class GGUFTensor:
 
     def read(self, row_order: np.ndarray | None = None) -> np.ndarray:
         """The values, float32 (or float16 as stored), with the rows reordered first."""
-        rows = np.memmap(self.path, np.uint8, "r", self.offset, (self.num_bytes,)).reshape(self.shape[0], -1)
+        rows = np.memmap(self.path, np.uint8, "r", self.offset, (self.num_bytes,)).view(np.ndarray).reshape(self.shape[0], -1)
         if row_order is not None:
             rows = rows[row_order]
         if self.kind in _UNQUANTISED:
             return rows.reshape(-1).view(_UNQUANTISED[self.kind]).reshape(self.shape)
         quantised = _QUANTISED[self.kind.name]
         blocks = rows.reshape(-1, quantised.type_size)
-        out = np.empty((len(blocks), quantised.block_size), np.float32)
+        out = aligned_empty((len(blocks), quantised.block_size), np.float32)
         for start in range(0, len(blocks), _CHUNK):
             out[start : start + _CHUNK] = quantised.dequantize_blocks(blocks[start : start + _CHUNK])
         return out.reshape(self.shape)
@@ -141,9 +143,27 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            item, count = self.number("I"), self.number("Q")
-            if count > len(self.data):
-                raise struct.error(f"an array of {count} items at byte {self.position} goes past the end")
-            return [self.value(item) for _ in range(count)]
+            return self.array(self.number("I"), self.number("Q"))
         value = self.number(_SCALARS[kind])
         return float(str(np.float32(value))) if kind == _FLOAT32 else value
+
+    def array(self, kind: int, count: int) -> list[Any]:
+        """Items of one kind; strings, of which a vocabulary has many, without a call for each."""
+        if count > len(self.data):
+            raise struct.error(f"an array of {count} items at byte {self.position} goes past the end")
+        if kind != _STRING:
+            return [self.value(kind) for _ in range(count)] if kind == _ARRAY else list(self._numbers(_SCALARS[kind], count))
+        items, data, position, unpack = [], self.data, self.position, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = position + 8
+            position = start + unpack(data, position)[0]
+            items.append(data[start:position].decode("utf-8", "surrogateescape"))
+        if position > len(data):
+            raise struct.error(f"an array of strings at byte {self.position} goes past the end")
+        self.position = position
+        return items
+
+    def _numbers(self, code: str, count: int) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
+        self.position += struct.calcsize(f"<{count}{code}")
+        return values

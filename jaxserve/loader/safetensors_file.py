@@ -36,6 +36,8 @@ def open_file(path: Path) -> dict[str, SourceTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        if size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+            raise ValueError(f"{path} is only a Git LFS pointer; run 'git lfs pull' in {path.parent}")
         if size < 8 or length > size - 8:
             raise ValueError(f"{path} is truncated or not a safetensors file: its header needs {length} bytes, the file has {size}; fetch it again")
         header = file.read(length)
@@ -90,4 +92,4 @@ def _read(path: Path, offset: int, num_bytes: int, dtype: str, shape: tuple[int,
     """A view of the file's bytes, mapped for as long as the array lives: memory never holds more than the tensors in work."""
     if dtype not in DTYPES:
         raise ValueError(f"{path} stores weights as {dtype}, which is not supported; supported: {', '.join(DTYPES)}")
-    return np.memmap(path, np.uint8, "r", offset, (num_bytes,)).view(DTYPES[dtype]).reshape(shape)
+    return np.memmap(path, np.uint8, "r", offset, (num_bytes,)).view(np.ndarray).view(DTYPES[dtype]).reshape(shape)

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxserve.loader.checkpoint import Checkpoint, SourceTensor
-from jaxserve.loader.tables import Layout, sources
+from jaxserve.loader.checkpoint import Checkpoint, SourceTensor, aligned_empty
+from jaxserve.loader.tables import SAME, Layout, sources
 from jaxserve.sharding import param_sharding
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def fill_module(module: nnx.Module, checkpoint: Checkpoint, mesh: Mesh, progress
     ValueError lists all missing, misshapen and surplus tensors by name; biases that the configuration declares absent are left out
     with a warning, as in Transformers. No second copy of the weights exists at any time.
     """
-    plan = _plan(module, checkpoint)
+    plan = sorted(_plan(module, checkpoint), key=lambda item: -np.prod(item[0].shape))  # largest first, lest one worker ends alone with it
     workers = min(MAX_WORKERS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool, tqdm(total=len(plan), desc="Loading weights", unit="tensor", disable=not progress) as bar:
         for _ in pool.map(lambda item: _fill(*item, mesh), plan):
@@ -73,14 +73,9 @@ def _missing(name: str) -> str:
 
 
 def _fill(variable: nnx.Param, tensors: list[SourceTensor], layout: Layout, mesh: Mesh) -> None:
-    out = _aligned(variable.shape, np.dtype(variable.dtype))
-    layout.write(out, *(tensor.read() for tensor in tensors))
+    arrays, dtype = [tensor.read() for tensor in tensors], np.dtype(variable.dtype)
+    out = arrays[0]
+    if layout is not SAME or out.dtype != dtype or not out.flags.writeable:  # else it is a fresh array already as it should be
+        out = aligned_empty(variable.shape, dtype)
+        layout.write(out, *arrays)
     variable.set_value(jax.block_until_ready(jax.device_put(out, param_sharding(mesh, variable))))
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An empty array whose memory the CPU backend can take over as it is: it copies what is not aligned to 64 bytes."""
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.empty(num_bytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
