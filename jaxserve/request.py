@@ -79,7 +79,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenOutput:
     """What one step made for one sequence; token_id is None when it only ended or only brings prompt logprobs."""
 
@@ -113,3 +113,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finished: bool = False
+
+
+class QueueFull(Exception):
+    """More requests wait than max_num_queued_requests allows; the same request may be sent again later."""
