@@ -44,8 +44,9 @@ def load(config: EngineConfig) -> tuple[LLM, CompileCounter]:
     began = time.perf_counter()
     [answer] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(max_tokens=64, temperature=0), use_tqdm=False)
     seconds, [completion] = time.perf_counter() - began, answer.outputs
+    count = len(completion.token_ids)
     print(f"\n> {QUESTION}\n{completion.text.strip()}\n")
-    print(f"{len(completion.token_ids)} tokens in {seconds:.2f} s: {len(completion.token_ids) / seconds:.1f} tokens/s, one request alone", flush=True)
+    print(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s, one request alone", flush=True)
     return llm, counter
 
 
