@@ -36,10 +36,10 @@ for chunk in stream:
 """
 
 
-def load(config: EngineConfig) -> tuple[LLM, CompileCounter]:
+def load(model: str) -> tuple[LLM, CompileCounter]:
     """The model, compiled and tried on one question."""
     counter = CompileCounter()
-    llm = LLM.from_config(config)
+    llm = LLM(model)
     counter.mark_ready()
     began = time.perf_counter()
     [answer] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(max_tokens=64, temperature=0), use_tqdm=False)
@@ -57,18 +57,17 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000, help="port to serve on (default: 8000)")
     args = parser.parse_args()
     name = args.model.name.split(".")[0]
-    config = EngineConfig.from_options(model=str(args.model))
-    server = ServerConfig(port=args.port, served_model_name=(name,))
     if args.once:
-        load(config)
+        load(str(args.model))
         return 0
+    server = ServerConfig(port=args.port, served_model_name=(name,))
 
     def load_and_tell(config: EngineConfig) -> tuple[Any, Any, Any]:
-        llm, counter = load(config)
+        llm, counter = load(config.load.model)
         print(SNIPPETS.format(host=server.host, port=server.port, name=name, question=QUESTION, python=sys.executable), flush=True)
         return AsyncEngine(llm.engine), llm.engine, counter
 
-    return serve(config, server, load_and_tell)
+    return serve(EngineConfig.from_options(model=str(args.model)), server, load_and_tell)
 
 
 if __name__ == "__main__":
