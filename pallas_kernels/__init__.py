@@ -6,6 +6,6 @@ plain) and one file per backend.
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.pool import pool_shape
+from pallas_kernels.pool import pool_axes, pool_shape
 
-__all__ = ["kv_write", "paged_attention", "pool_shape"]
+__all__ = ["kv_write", "paged_attention", "pool_axes", "pool_shape"]

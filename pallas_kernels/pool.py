@@ -20,6 +20,12 @@ def pool_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
     return num_pages, page_size, num_kv_heads, head_dim
 
 
+def pool_axes(backend: str = "xla") -> tuple[str, ...]:
+    """Names of the dimensions of :func:`pool_shape`, for sharding: the pool is split over "kv_heads" only."""
+    check_backend(backend)
+    return "pages", "page_size", "kv_heads", "head_dim"
+
+
 def check_backend(backend: str) -> None:
     """Raise ValueError unless ``backend`` is one that this package has."""
     if backend not in BACKENDS:
