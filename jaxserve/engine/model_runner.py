@@ -1,0 +1,198 @@
+"""ModelRunner: sizes the pool, compiles one program per bucket, dispatches steps and collects their results. The only jit site."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine import programs
+from jaxserve.engine.input_batch import Bucket, InputLayout, SamplingLayout, sampling_variant, successors
+from jaxserve.engine.scheduler import SchedulerOutput
+from jaxserve.kv_cache import KVCache, abstract_kv_cache
+from jaxserve.sampler import VARIANTS
+from jaxserve.sampling_params import MAX_LOGPROBS
+
+
+@dataclass
+class CompileStats:
+    """What compilation cost, for the ledger and /metrics."""
+
+    num_programs: int = 0
+    seconds: float = 0.0  # wall time of the whole start-up compilation
+    program_seconds: dict[str, float] = field(default_factory=dict)
+    temp_bytes: int = 0  # the largest program's temporaries
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's results on the host: ids i32[rows], and where asked for (logprob, rank, top ids, top logprobs) by row or token."""
+
+    ids: np.ndarray
+    logprobs: tuple[np.ndarray, ...] | None
+    prompt_logprobs: tuple[np.ndarray, ...] | None
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A dispatched step; `collect` waits for it."""
+
+    scheduled: SchedulerOutput
+    ids: jax.Array
+    logprobs: tuple[jax.Array, ...] | None
+    prompt_logprobs: tuple[jax.Array, ...] | None
+
+    def collect(self) -> StepResult:
+        """Wait for the device and copy the results; called once, a step after the dispatch."""
+        read = lambda arrays: None if arrays is None else tuple(np.asarray(a) for a in arrays)  # noqa: E731
+        return StepResult(np.asarray(self.ids), read(self.logprobs), read(self.prompt_logprobs))
+
+
+class ModelRunner:
+    """Owns the weights, the pool and the programs of one model on one mesh."""
+
+    def __init__(self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str):
+        self.config, self.model_config, self.mesh, self.backend = config, model_config, mesh, backend
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.graphdef, state = nnx.split(model)
+        weights, self.treedef = jax.tree.flatten(state)
+        self.weights: tuple[jax.Array, ...] = tuple(weights)
+        self.dtype, self.kv_dtype = dtype, kv_dtype
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.buckets = make_buckets(config)
+        page_size, vocab_size = config.cache.page_size, model_config.vocab_size
+        width = -(-config.scheduler.max_model_len // page_size)
+        self.layouts = {bucket: InputLayout(bucket, width, page_size) for bucket in self.buckets}
+        self.sampling_layouts = {rows: SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.buckets)}
+        self.programs: dict[tuple, Callable] = {}
+        self.stats = CompileStats()
+        self.pool: KVCache | None = None
+        self.prev_ids: jax.Array | None = None
+        self.prev_rows: dict[str, int] = {}
+
+    def compile(self, num_pages: int, progress: bool = False) -> None:
+        """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more."""
+        start = time.perf_counter()
+        pool = abstract_kv_cache(self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend)
+        jobs = self._jobs(pool)
+        bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            for key, program, seconds in threads.map(_compile, jobs):
+                self.programs[key] = program
+                self.stats.program_seconds["/".join(map(str, key))] = seconds
+                bar.update()
+        bar.close()
+        zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), pool), out_shardings=jax.tree.map(lambda a: a.sharding, pool))
+        self.pool = zeros()
+        self.prev_ids = jax.device_put(np.zeros(self.max_num_seqs, np.int32), self.replicated)
+        self.stats.num_programs = len(self.programs)
+        self.stats.seconds = time.perf_counter() - start
+
+    def _jobs(self, pool: KVCache) -> list[tuple]:
+        """(key, function, donated arguments, abstract arguments, output shardings) of every program, the slowest to compile first."""
+        weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights)
+        prev_ids = self._abstract((self.max_num_seqs,), jnp.int32)
+        count = self._abstract((1,), jnp.int32)
+        model, max_tokens = (self.graphdef, self.treedef), self.buckets[-1].num_tokens
+        jobs = []
+        for bucket, layout in self.layouts.items():
+            forward = programs.forward_program(*model, layout, self.backend, self.sample_rows(bucket), max_tokens)
+            outputs = (self.replicated, None if bucket.decode_only else self.replicated, jax.tree.map(lambda a: a.sharding, pool))
+            buffer = self._abstract((layout.size,), jnp.int32)
+            jobs.append((("forward", bucket), forward, (1,), (weights, pool, prev_ids, buffer), outputs))
+        score = programs.score_program(*model, MAX_LOGPROBS)
+        for rows, layout in self.sampling_layouts.items():
+            hidden, buffer = self._hidden(rows), self._abstract((layout.size,), jnp.int32)
+            for variant in ("greedy", *VARIANTS):
+                sample = programs.sample_program(*model, variant, layout, self.max_num_seqs)
+                arguments = (weights, hidden) if variant == "greedy" else (weights, hidden, buffer)
+                jobs.append((("sample", variant, rows), sample, (), arguments, self.replicated))
+            jobs.append((("score", rows), score, (), (weights, hidden, prev_ids, count), self.replicated))
+        targets = self._abstract((max_tokens,), jnp.int32)
+        jobs.append((("score prompt",), score, (), (weights, self._hidden(max_tokens), targets, count), self.replicated))
+        return jobs
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return self._abstract((rows, self.model_config.hidden_size), self.dtype)
+
+    def sample_rows(self, bucket: Bucket) -> int:
+        """Rows of the sampling program that follows a bucket's forward program."""
+        return next(rows for rows in self.sampling_layouts if rows >= bucket.num_rows)
+
+    def bucket_for(self, scheduled: SchedulerOutput) -> Bucket:
+        """The smallest bucket that holds the step."""
+        rows, tokens = len(scheduled.rows), scheduled.num_tokens
+        decode_only = scheduled.num_decode_rows == rows
+        for bucket in self.buckets:
+            if bucket.decode_only == decode_only and bucket.num_rows >= rows and bucket.num_tokens >= tokens:
+                return bucket
+        raise RuntimeError(f"no program for {tokens} tokens of {rows} rows; the scheduler went over its limits: a bug")
+
+    def dispatch(self, scheduled: SchedulerOutput) -> InFlightStep:
+        """Start a step on the device and return at once; its sampled ids stay there as the next step's input."""
+        bucket, run = self.bucket_for(scheduled), self.programs
+        rows, params = self.sample_rows(bucket), [row.request.sampling_params for row in scheduled.rows]
+        buffer = self._put(self.layouts[bucket].pack(scheduled, self.prev_rows))
+        last, hidden, self.pool = run["forward", bucket](self.weights, self.pool, self.prev_ids, buffer)
+        variant = sampling_variant(scheduled)
+        settings = () if variant == "greedy" else (self._put(self.sampling_layouts[rows].pack(scheduled)),)
+        ids = run["sample", variant, rows](self.weights, last, *settings)
+        logprobs = prompt_logprobs = None
+        if any(p.logprobs is not None for p in params):
+            logprobs = run["score", rows](self.weights, last, ids, self._put(np.array([len(params)], np.int32)))
+        if hidden is not None and any(p.prompt_logprobs is not None for p in params):
+            targets = self._put(successors(scheduled, hidden.shape[0]))
+            prompt_logprobs = run["score prompt",](self.weights, hidden, targets, self._put(np.array([scheduled.num_tokens], np.int32)))
+        for array in (ids, *(logprobs or ()), *(prompt_logprobs or ())):
+            array.copy_to_host_async()
+        self.prev_ids = ids
+        self.prev_rows = {row.request.request_id: i for i, row in enumerate(scheduled.rows)}
+        return InFlightStep(scheduled, ids, logprobs, prompt_logprobs)
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self.replicated)
+
+
+def _compile(job: tuple) -> tuple[tuple, Callable, float]:
+    key, function, donated, arguments, out_shardings = job
+    start = time.perf_counter()
+    program = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).lower(*arguments).compile()
+    return key, program, time.perf_counter() - start
+
+
+def make_buckets(config: EngineConfig) -> list[Bucket]:
+    """The programs' shapes, smallest first: decode rows in powers of two from 2 up, mixed tokens in powers of four down from the most.
+
+    One row is avoided: XLA on CPU turns a scatter of one index into a select over the whole pool, 30 times slower than two.
+    """
+    limits = config.scheduler
+    decode = limits.decode_buckets or _powers(2, max(2, limits.max_num_seqs), 2)
+    tokens = limits.token_buckets or _powers(min(32, limits.max_num_batched_tokens), limits.max_num_batched_tokens, 4)
+    buckets = [Bucket(rows, rows, True) for rows in decode]
+    return buckets + [Bucket(count, min(limits.max_num_seqs, count), False) for count in tokens]
+
+
+def _powers(low: int, high: int, factor: int) -> Sequence[int]:
+    """high, high / factor, ... down to low, in ascending order."""
+    sizes = [high]
+    while sizes[-1] // factor >= low:
+        sizes.append(sizes[-1] // factor)
+    return sizes[::-1]
+
+
+def sampling_rows(buckets: Sequence[Bucket]) -> list[int]:
+    """Row counts of the sampling programs: few, as their cost is small beside the forward's: the most, a quarter of it, ... down to 8."""
+    return _powers(min(8, buckets[-1].num_rows), max(bucket.num_rows for bucket in buckets), 4)
