@@ -16,7 +16,7 @@ from jaxserve.request import FinishReason, QueueFull, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 T = TypeVar("T")
-_PARAMS = set(SamplingParams.__dataclass_fields__) | {"prompt"}
+_PARAMS = set(SamplingParams.__dataclass_fields__)
 
 
 class ClientGone(Exception):
@@ -24,21 +24,23 @@ class ClientGone(Exception):
 
 
 async def generate(
-    state: ServerState, prompts: list[Prompt], params: SamplingParams, request_id: str, arrival_s: float
+    state: ServerState, prompts: list[Prompt], params: SamplingParams, request_id: str, arrival_s: float, prompt_field: str
 ) -> AsyncIterator[tuple[int, RequestOutput]]:
     """(prompt index, new output) as the engine makes them; closing it aborts all. Refusals are raised before the first item."""
     if len(prompts) == 1:
-        async with aclosing(_one(state, prompts[0], params, request_id, arrival_s)) as outputs:
+        async with aclosing(_one(state, prompts[0], params, request_id, arrival_s, prompt_field)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    sources = [_one(state, p, params, f"{request_id}-{i}", arrival_s) for i, p in enumerate(prompts)]
+    sources = [_one(state, p, params, f"{request_id}-{i}", arrival_s, prompt_field) for i, p in enumerate(prompts)]
     async with aclosing(_merge(sources)) as merged:
         async for item in merged:
             yield item
 
 
-async def _one(state: ServerState, prompt: Prompt, params: SamplingParams, request_id: str, arrival_s: float) -> AsyncIterator[RequestOutput]:
+async def _one(
+    state: ServerState, prompt: Prompt, params: SamplingParams, request_id: str, arrival_s: float, prompt_field: str
+) -> AsyncIterator[RequestOutput]:
     tracker = PromptTracker(state.metrics, params.n, arrival_s)
     try:
         async with aclosing(state.engine.generate(prompt.token_ids, params, request_id, prompt.text)) as outputs:
@@ -52,7 +54,7 @@ async def _one(state: ServerState, prompt: Prompt, params: SamplingParams, reque
         raise state.queue_full(e) from None
     except ValueError as e:
         tracker.forget()
-        raise from_value_error(e, _PARAMS, "prompt") from None
+        raise from_value_error(e, _PARAMS, prompt_field) from None
     finally:
         tracker.close()
 

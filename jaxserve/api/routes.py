@@ -77,7 +77,7 @@ async def _answer(
     request_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
     name = ("chat.completion.chunk" if body.stream else "chat.completion") if chat else "text_completion"
     head = {"id": request_id, "object": name, "created": int(time.time()), "model": model}
-    outputs = generate(_state(request), prompts, params, request_id, arrival_s)
+    outputs = generate(_state(request), prompts, params, request_id, arrival_s, "messages" if chat else "prompt")
     source = _pieces(outputs, pieces)
     try:
         if not body.stream:

@@ -16,6 +16,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.request import QueueFull
 
 T = TypeVar("T")
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")  # what a model's generation_config.json may set
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread, so that streams go on meanwhile
 
 
@@ -55,10 +56,11 @@ class ServerState:
     def names(self) -> tuple[str, ...]:
         return self.config.served_model_name or (self.model,)
 
-    def ready(self, engine: Any, llm: Any, generation_defaults: dict[str, Any] | None = None) -> None:
-        """From now on requests are served."""
-        self.engine, self.llm, self.generation_defaults = engine, llm, generation_defaults or {}
-        self.metrics.watch(llm.stats)
+    def ready(self, engine: Any, llm: Any, compiles: Any) -> None:
+        """From now on requests are served; `compiles` is the process's CompileCounter."""
+        self.engine, self.llm = engine, llm
+        self.generation_defaults = {k: v for k, v in llm.generation_defaults.items() if k in _DEFAULTS and v is not None}
+        self.metrics.watch(llm, compiles)
         self.status = Status.READY
 
     def health(self) -> tuple[int, str]:
