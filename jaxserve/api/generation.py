@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from jaxserve.api.errors import from_value_error, unavailable
+from jaxserve.api.errors import from_value_error
 from jaxserve.api.metrics import PromptTracker
 from jaxserve.api.state import Prompt, ServerState
-from jaxserve.request import FinishReason, QueueFull, RequestOutput
+from jaxserve.request import EngineStopped, QueueFull, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -46,9 +46,9 @@ async def _one(
         async with aclosing(state.engine.generate(prompt.token_ids, params, request_id, prompt.text)) as outputs:
             async for output in outputs:
                 tracker.add(output)
-                if any(c.finish_reason is FinishReason.ABORT for c in output.outputs):
-                    raise unavailable("the request was ended because the server is shutting down", "shutting_down")
                 yield output
+    except EngineStopped as e:
+        raise state.engine_stopped(e) from e
     except QueueFull as e:
         tracker.forget()
         raise state.queue_full(e) from None

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from jaxserve.api.engine_metrics import EngineCollector
-from jaxserve.request import FinishReason, RequestOutput
+from jaxserve.request import FinishReason, Request, RequestOutput
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -34,6 +34,11 @@ class Metrics:
     def watch(self, llm: Any, compiles: Any) -> None:
         """Serve the numbers of an LLMEngine and a CompileCounter from now on."""
         self.registry.register(EngineCollector(llm, compiles, self._prefix, self._model_name))
+
+    def on_finish(self, request: Request) -> None:
+        """Take the queue time of a sequence that ended."""
+        if request.scheduled_time_s is not None:
+            self.queue_time.observe(request.scheduled_time_s - request.arrival_time_s)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format 0.0.4."""

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from jaxserve.api.errors import ApiError, bad_request, from_value_error, unavailable
 from jaxserve.api.metrics import Metrics
 from jaxserve.config import ServerConfig
-from jaxserve.request import QueueFull
+from jaxserve.request import EngineStopped, QueueFull
 
 T = TypeVar("T")
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p")  # what a model's generation_config.json may set
+_ENGINE_FAILED = "the engine has failed; the server must be restarted, its log has the cause"
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread, so that streams go on meanwhile
 
 
@@ -60,6 +61,7 @@ class ServerState:
         """From now on requests are served; `compiles` is the process's CompileCounter."""
         self.engine, self.llm = engine, llm
         self.generation_defaults = {k: v for k, v in llm.generation_defaults.items() if k in _DEFAULTS and v is not None}
+        engine.on_finish = self.metrics.on_finish
         self.metrics.watch(llm, compiles)
         self.status = Status.READY
 
@@ -75,7 +77,7 @@ class ServerState:
         if self.status is Status.DRAINING:
             raise unavailable("the server is shutting down", "shutting_down")
         if not self.engine.is_healthy:
-            raise ApiError(500, "the engine has failed; restart the server, its log has the cause", code="engine_failed")
+            raise ApiError(500, _ENGINE_FAILED, code="engine_failed")
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; 404 for a model that is not served. No name means the served one."""
@@ -90,6 +92,14 @@ class ServerState:
             self.engine.check_capacity(num_sequences)
         except QueueFull as e:
             raise self.queue_full(e) from None
+        except EngineStopped as e:
+            raise self.engine_stopped(e) from None
+
+    def engine_stopped(self, error: EngineStopped) -> ApiError:
+        """503 while shutting down; 500 if the engine's thread died."""
+        if self.status is Status.DRAINING:
+            return unavailable(str(error), "shutting_down")
+        return ApiError(500, _ENGINE_FAILED, code="engine_failed")
 
     def queue_full(self, error: QueueFull) -> ApiError:
         self.metrics.rejections.inc()

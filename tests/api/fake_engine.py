@@ -1,6 +1,6 @@
 """A stand-in for the engine with bytes as tokens and known answers, so that the API is tested without a model.
 
-Run as a script it is a server: python fake_engine.py serve-flags..., with FAKE_LOAD_S seconds of loading from the model's name "slow-N".
+Run as a script it is a server, python fake_engine.py MODEL [flags], which the tests of start and shutdown run as a process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from types import SimpleNamespace
 
-from jaxserve.request import CompletionOutput, FinishReason, QueueFull, RequestOutput, TokenLogprobs
+from jaxserve.request import CompletionOutput, EngineStopped, FinishReason, QueueFull, RequestOutput, TokenLogprobs
 
 BOS, EOS, VOCAB = 256, 257, 258
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -102,7 +102,7 @@ class FakeEngine:
                     raise self.failure
                 yield self._step(step, max_tokens, prompt_token_ids, params, request_id)
                 if self._ending:
-                    return
+                    raise EngineStopped("the server shut down after waiting")
         finally:
             self.llm.scheduler.num_running -= params.n
 
@@ -110,7 +110,7 @@ class FakeEngine:
         out = RequestOutput(request_id, None, prompt_token_ids, [])
         if step == 0 and params.prompt_logprobs is not None:
             out.prompt_logprobs = [None, *(logprobs(t) for t in prompt_token_ids[1:])]
-        reason = FinishReason.ABORT if self._ending else FinishReason.LENGTH if step >= max_tokens - 1 else None
+        reason = FinishReason.LENGTH if step >= max_tokens - 1 else None
         for index in range(params.n):
             letter = ALPHABET[(step + index) % 26]
             ids = [ord(letter)] if max_tokens else []
