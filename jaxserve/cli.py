@@ -137,9 +137,9 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    _sampling_params(args, {})  # a wrong flag is an error before the model loads
     from jaxserve.llm import LLM
 
-    _sampling_params(args, {})  # a wrong flag is an error before the model loads
     llm = LLM(**_engine_options(args))
     for output in llm.generate(args.prompt, _sampling_params(args, llm.engine.generation_defaults), use_tqdm=False):
         for completion in output.outputs:
@@ -148,9 +148,9 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    _sampling_params(args, {})
     from jaxserve.chat import chat
 
-    _sampling_params(args, {})
     return chat(EngineConfig.from_options(**_engine_options(args)), lambda defaults: _sampling_params(args, defaults), args.system)
 
 
