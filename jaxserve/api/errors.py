@@ -59,7 +59,10 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the envelope."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
-    messages = {404: f"there is no route {path}", 405: f"{path} does not take {method}; it takes {(error.headers or {}).get('Allow', 'another')}"}
+    messages = {
+        404: f"there is no route {path}",
+        405: f"{path} does not take {method}; it takes {(error.headers or {}).get('Allow', 'another')}",
+    }
     message = messages.get(error.status_code, error.detail)
     response = ApiError(error.status_code, message, code=http.HTTPStatus(error.status_code).name.lower()).response()
     response.headers.update(error.headers or {})

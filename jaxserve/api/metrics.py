@@ -28,7 +28,9 @@ class Metrics:
         self.finished = {r: finished.labels(model_name, r.value) for r in FinishReason}
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "from arrival to the first token", _TTFT)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "between tokens of a sequence", _ITL)
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "from arrival to the end of a sequence, aborts left out", _LATENCY)
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "from arrival to the end of a sequence, aborts left out", _LATENCY
+        )
         self.queue_time = self._histogram("request_queue_time_seconds", "from arrival to the first step", _LATENCY)
 
     def watch(self, llm: Any, compiles: Any) -> None:

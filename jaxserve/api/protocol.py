@@ -120,7 +120,9 @@ class CompletionBody(GenerationBody):
                 return [p]
             if all(isinstance(x, list) and x and _ids(x) for x in p):
                 return p
-        message = f"prompt is {_short(p)}; give a string, a list of strings, a list of token ids or a list of such lists, none of them empty"
+        message = (
+            f"prompt is {_short(p)}; give a string, a list of strings, a list of token ids or a list of such lists, none of them empty"
+        )
         raise bad_request(message, "prompt", "invalid_value")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:

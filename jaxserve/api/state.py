@@ -108,7 +108,9 @@ class ServerState:
     @property
     def tokenizer(self) -> Any:
         if self.llm.tokenizer is None:
-            raise bad_request("this model has no tokenizer; send prompts as token ids and give --tokenizer to serve text", code="no_tokenizer")
+            raise bad_request(
+                "this model has no tokenizer; send prompts as token ids and give --tokenizer to serve text", code="no_tokenizer"
+            )
         return self.llm.tokenizer
 
     async def encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:

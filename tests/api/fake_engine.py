@@ -34,7 +34,9 @@ class FakeTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(i) for i in ids if i < BOS or not skip_special_tokens).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True, chat_template: str | None = None, **kw) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict], add_generation_prompt: bool = True, chat_template: str | None = None, **kw
+    ) -> list[int]:
         if any(m["content"] == "refuse" for m in messages):
             raise ValueError("the chat template refused the messages: NOSYS")
         text = "".join(f"[{m['role']}]{m['content']}" + "".join(map(_call, m.get("tool_calls", []))) for m in messages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from typing import Any
 
 import httpx
 import uvicorn
@@ -35,10 +36,10 @@ class Live:
     def post(self, path: str, **body):
         return self.http.post(path, json=body)
 
-    def complete(self, prompt="Hi", **body):
+    def complete(self, prompt: Any = "Hi", **body):
         return self.post("/v1/completions", prompt=prompt, **body)
 
-    def chat(self, content="Hi", **body):
+    def chat(self, content: Any = "Hi", **body):
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         return self.post("/v1/chat/completions", messages=messages, **body)
 

@@ -6,7 +6,9 @@ from live_server import Live, error, strict
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
-ROUTES = pytest.mark.parametrize(("path", "ask"), [(COMPLETIONS, {"prompt": "Hi"}), (CHAT, {"messages": MESSAGES})], ids=["completions", "chat"])
+ROUTES = pytest.mark.parametrize(
+    ("path", "ask"), [(COMPLETIONS, {"prompt": "Hi"}), (CHAT, {"messages": MESSAGES})], ids=["completions", "chat"]
+)
 
 
 def choices(events: list[dict], index: int = 0) -> list[dict]:
@@ -162,7 +164,9 @@ def test_scoring_a_prompt(live: Live) -> None:
     assert body["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.parametrize(("fields", "count"), [({}, 0), ({"top_logprobs": None}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 2}, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "count"), [({}, 0), ({"top_logprobs": None}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 2}, 2)], ids=str
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs(live: Live, fields: dict, count: int, stream: bool) -> None:
     body = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True, **fields}

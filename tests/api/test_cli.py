@@ -43,11 +43,16 @@ def test_values_reach_their_configs() -> None:
         "--allowed-origins", "http://x", "--shutdown-timeout", "2",
     )  # fmt: skip
     assert engine == EngineConfig.from_options(
-        model="DIR", dtype="float32", page_size=32, num_pages=7, max_model_len=64, decode_buckets=(1, 8), memory_fraction=0.5, attention_backend="xla"
+        model="DIR",
+        dtype="float32",
+        page_size=32,
+        num_pages=7,
+        max_model_len=64,
+        decode_buckets=(1, 8),
+        memory_fraction=0.5,
+        attention_backend="xla",
     )
-    assert server == ServerConfig(
-        port=9, served_model_name=("a", "b"), api_key="k", allowed_origins=("http://x",), shutdown_timeout=2.0
-    )
+    assert server == ServerConfig(port=9, served_model_name=("a", "b"), api_key="k", allowed_origins=("http://x",), shutdown_timeout=2.0)
 
 
 @pytest.mark.parametrize(

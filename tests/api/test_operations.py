@@ -114,7 +114,16 @@ ROUTES = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/x"), ("POST", "/tokenize"),
     ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/docs"), ("GET", "/nothing"), ("POST", "/health/"),
 ]  # fmt: skip
-SPELLINGS = ["/v1/models/", "//v1/models", "/V1/models", "/v1//models", "/v1/../v1/models", "/%76%31/models", "/health/../v1/models", "/health%2f"]
+SPELLINGS = [
+    "/v1/models/",
+    "//v1/models",
+    "/V1/models",
+    "/v1//models",
+    "/v1/../v1/models",
+    "/%76%31/models",
+    "/health/../v1/models",
+    "/health%2f",
+]
 WRONG = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"},
          {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer \u00e9"}]  # fmt: skip
 
