@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ class ClientGone(Exception):
 
 async def generate(
     state: ServerState, prompts: list[Prompt], params: SamplingParams, request_id: str, arrival_s: float, prompt_field: str
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(prompt index, new output) as the engine makes them; closing it aborts all. Refusals are raised before the first item."""
     if len(prompts) == 1:
         async with aclosing(_one(state, prompts[0], params, request_id, arrival_s, prompt_field)) as outputs:
@@ -40,7 +40,7 @@ async def generate(
 
 async def _one(
     state: ServerState, prompt: Prompt, params: SamplingParams, request_id: str, arrival_s: float, prompt_field: str
-) -> AsyncIterator[RequestOutput]:
+) -> AsyncGenerator[RequestOutput, None]:
     tracker = PromptTracker(state.metrics, params.n, arrival_s)
     try:
         async with aclosing(state.engine.generate(prompt.token_ids, params, request_id, prompt.text)) as outputs:
@@ -59,13 +59,13 @@ async def _one(
         tracker.close()
 
 
-async def _merge(sources: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merge(sources: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Items of several iterators as they come, with the iterator's index; the first exception ends all."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
 
-    async def pump(i: int, source: AsyncIterator[RequestOutput]) -> None:
+    async def pump(i: int, source: AsyncGenerator[RequestOutput, None]) -> None:
         try:
-            async with aclosing(source):  # type: ignore[type-var]
+            async with aclosing(source):
                 async for output in source:
                     queue.put_nowait((i, output))
             queue.put_nowait((i, None))

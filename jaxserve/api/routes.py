@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -89,7 +89,7 @@ async def _answer(
     return EventStream(_events(writer, first, source, prompts, params.n if chat else 0, body.include_usage))
 
 
-async def _pieces(outputs: Any, pieces: ChatPieces | CompletionPieces) -> AsyncIterator[list[Piece]]:
+async def _pieces(outputs: Any, pieces: ChatPieces | CompletionPieces) -> AsyncGenerator[list[Piece], None]:
     async with aclosing(outputs):
         async for prompt_index, output in outputs:
             yield list(pieces.make(prompt_index, output))
@@ -118,7 +118,7 @@ def _usage(prompts: list[Prompt], num_output: int) -> dict[str, int]:
 
 async def _events(
     writer: ChunkWriter, first: list[Piece], source: Any, prompts: list[Prompt], num_roles: int, include_usage: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     num_output, new = 0, first
     async with aclosing(source):
         yield b"".join(writer.role(i) for i in range(num_roles))

@@ -57,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load_engine(config: EngineConfig) -> tuple[Any, Any, Any]:
-    """(AsyncEngine, LLMEngine, CompileCounter), loaded and compiled; imported here, as the port is bound and answers before JAX is there."""
+    """(AsyncEngine, LLMEngine, CompileCounter), loaded and compiled. The imports are here, as the port answers before JAX is there."""
     from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.engine.compile_counter import CompileCounter
     from jaxserve.engine.llm_engine import LLMEngine

@@ -20,25 +20,25 @@ def slow(launch) -> Live:
     return launch(engine=FakeEngine(step_s=0.02))
 
 
-def open_stream(live: Live, **body) -> http.client.HTTPConnection:
+class OpenStream:
     """A streamed request whose first event has come."""
-    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=10)
-    connection.request("POST", "/v1/completions", json.dumps({**LONG, **body, "stream": True}))
-    connection.response = connection.getresponse()
-    assert connection.response.read1(6) == b"data: "
-    return connection
 
+    def __init__(self, live: Live, **body) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=10)
+        self._connection.request("POST", "/v1/completions", json.dumps({**LONG, **body, "stream": True}))
+        self.response = self._connection.getresponse()
+        assert self.response.read1(6) == b"data: "
 
-def close(connection: http.client.HTTPConnection) -> None:
-    connection.close()
-    connection.response.close()
+    def close(self) -> None:
+        self._connection.close()
+        self.response.close()
 
 
 @pytest.mark.parametrize("body", [{}, {"n": 4}, {"prompt": ["a", "b", "c"]}, {"prompt": ["a", "b"], "n": 2}], ids=str)
 def test_a_closed_stream_is_ended(slow: Live, body: dict) -> None:
-    connection = open_stream(slow, **body)
+    connection = OpenStream(slow, **body)
     assert slow.engine.num_unfinished == body.get("n", 1) * (len(body["prompt"]) if "prompt" in body else 1)
-    close(connection)
+    connection.close()
     assert wait_until(lambda: slow.engine.num_unfinished == 0, 2)
 
 
@@ -66,7 +66,7 @@ def test_a_body_cut_short_does_no_harm(live: Live) -> None:
 
 def test_a_full_queue_is_refused_fast(launch) -> None:
     full = launch(engine=FakeEngine(step_s=0.02, max_queued=2))
-    held = [open_stream(full) for _ in range(2)]
+    held = [OpenStream(full) for _ in range(2)]
     before = full.metrics()['jaxserve:admission_rejections_total{model_name="fake-model"}']
     began = time.monotonic()
     for stream in (False, True):
@@ -75,17 +75,17 @@ def test_a_full_queue_is_refused_fast(launch) -> None:
         assert reply.headers["retry-after"] == "1"
     assert time.monotonic() - began < 0.5
     assert full.metrics()['jaxserve:admission_rejections_total{model_name="fake-model"}'] == before + 2
-    close(held.pop())
+    held.pop().close()
     assert wait_until(lambda: full.engine.num_unfinished == 1)
     assert error(full.complete(n=2, max_tokens=1), 503)["code"] == "queue_full"
     assert error(full.complete(["a", "b"], max_tokens=1), 503)["code"] == "queue_full"
     assert full.complete(max_tokens=1).status_code == 200
-    close(held.pop())
+    held.pop().close()
 
 
 def test_a_failing_engine_is_a_500_and_an_error_event(launch, caplog) -> None:
     broken = launch(engine=FakeEngine(step_s=0.05))
-    connection = open_stream(broken)
+    connection = OpenStream(broken)
     broken.engine.failure = RuntimeError("secret detail")
     rest = connection.response.read()
     connection.close()
@@ -208,9 +208,9 @@ def test_sums_match_usage(live: Live) -> None:
 
 
 def test_aborts_are_counted(slow: Live) -> None:
-    held = [open_stream(slow, n=n) for n in (1, 2)]
+    held = [OpenStream(slow, n=n) for n in (1, 2)]
     for connection in held:
-        close(connection)
+        connection.close()
     assert wait_until(lambda: slow.metrics()[label("request_success_total", finished_reason="abort")] == 3, 2)
     assert slow.metrics()[label("e2e_request_latency_seconds_count")] == 0
 
