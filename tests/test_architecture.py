@@ -14,6 +14,7 @@ Sources = dict[str, str]  # path relative to the repository -> source text
 LEVELS = (
     ("jaxserve.config", "jaxserve.request", "jaxserve.sampling_params"),
     (
+        "jaxserve.detokenizer",
         "jaxserve.engine.page_manager",
         "jaxserve.kv_cache",
         "jaxserve.layers",
