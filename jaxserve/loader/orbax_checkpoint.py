@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxserve.loader.weights import parameters
+from jaxserve.models.parameters import parameters
 from jaxserve.sharding import param_sharding
 
 DIRECTORY = "orbax"  # beside config.json and the tokenizer's files
+TOKENIZER_GGUF = "tokenizer.gguf"  # the tokenizer of a model that came from GGUF
 
 
 def is_orbax(path: Path) -> bool:
@@ -54,14 +54,9 @@ def restore_module(module: nnx.Module, path: Path, mesh: Mesh) -> None:
 def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> list[str]:
     missing = [f"missing: {key}" for key in sorted(set(expected) - set(stored))]
     surplus = [f"surplus: {key}" for key in sorted(set(stored) - set(expected))]
-    both = sorted(set(expected) & set(stored))
-    return missing + surplus + [f"misshapen: {k} has shape {list(stored[k])}, not {list(expected[k])}" for k in both if expected[k] != stored[k]]
+    differing = [key for key in sorted(set(expected) & set(stored)) if expected[key] != stored[key]]
+    return missing + surplus + [f"misshapen: {key} has shape {list(stored[key])}, not {list(expected[key])}" for key in differing]
 
 
 def _key(path: tuple[str | int, ...]) -> str:
     return ".".join(map(str, path))
-
-
-def remove(path: Path) -> None:
-    """Delete the weights of an earlier conversion, if there are any."""
-    shutil.rmtree(path / DIRECTORY, ignore_errors=True)
