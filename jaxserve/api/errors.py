@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import http
+import logging
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+
+log = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -69,9 +74,31 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-async def on_exception(request: Request, error: Exception) -> Response:
-    """500 for a fault of ours; the server logs its traceback, the client gets no internals."""
-    return ApiError(500, "internal server error; the server's log has the details", code="internal_error").response()
+HANDLERS: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_exception}
 
 
-HANDLERS: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_exception, Exception: on_exception}
+def internal_error() -> ApiError:
+    """The 500 for a fault of ours: the log has its traceback, the client gets no internals."""
+    return ApiError(500, "internal server error; the server's log has the details", code="internal_error")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was complete."""
+
+
+def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint with its faults logged and answered here; further out they would cost the client its connection and the CORS headers."""
+
+    @functools.wraps(endpoint)
+    async def call(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except (ApiError, HTTPException):
+            raise
+        except (ClientGone, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+        except Exception:
+            log.exception("%s %s failed", request.method, request.url.path)
+            return internal_error().response()
+
+    return call

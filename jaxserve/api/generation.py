@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from jaxserve.api.errors import from_value_error
+from jaxserve.api.errors import ClientGone, from_value_error
 from jaxserve.api.metrics import PromptTracker
 from jaxserve.api.state import Prompt, ServerState
 from jaxserve.request import EngineStopped, QueueFull, RequestOutput
@@ -17,10 +17,6 @@ from jaxserve.sampling_params import SamplingParams
 
 T = TypeVar("T")
 _PARAMS = set(SamplingParams.__dataclass_fields__)
-
-
-class ClientGone(Exception):
-    """The client closed the connection before the answer was complete."""
 
 
 async def generate(

@@ -7,13 +7,13 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxserve.api.errors import ApiError, bad_request, from_value_error, unavailable
 from jaxserve.api.metrics import Metrics
 from jaxserve.config import ServerConfig
 from jaxserve.request import EngineStopped, QueueFull
+from jaxserve.tokenizer import read_chat_template
 
 T = TypeVar("T")
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p")  # what a model's generation_config.json may set
@@ -142,15 +142,3 @@ class ServerState:
 
 async def _offload(size: int, work: Callable[[], T]) -> T:
     return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
-
-
-def read_chat_template(option: str | None) -> str | None:
-    """The template of --chat-template: the file's text, or the option itself if it holds Jinja marks."""
-    if option is None:
-        return None
-    if "{%" in option or "{{" in option:
-        return option
-    path = Path(option)
-    if not path.is_file():
-        raise ValueError(f"--chat-template {option!r} is neither a file nor a Jinja template")
-    return path.read_text(encoding="utf-8")

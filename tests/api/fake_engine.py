@@ -20,7 +20,8 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 class FakeTokenizer:
     """Token ids are UTF-8 bytes; BOS comes first."""
 
-    all_special_ids = (BOS, EOS)
+    all_special_ids = frozenset({BOS, EOS})
+    strips_first_space, decode_window = False, None
 
     def __init__(self, bos: bool = True):
         self.bos = bos

@@ -91,7 +91,7 @@ def test_a_port_in_use_is_known_before_loading(start) -> None:
 def test_a_wrong_chat_template_file(start) -> None:
     code, stderr = start("fake", "--chat-template", "/does/not/exist.jinja").end(20)
     assert code == 1
-    assert "--chat-template" in stderr.splitlines()[-1]
+    assert "chat_template" in stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
