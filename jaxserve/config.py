@@ -132,6 +132,7 @@ class ServerConfig:
     chat_template: str | None = option(None, "file with a Jinja chat template, or the template itself")
     allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from")
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    max_request_bytes: int = option(32 * 1024 * 1024, "longest request body")
     metrics_prefix: str = option("jaxserve:", "prefix of the metrics' names")
 
 

@@ -113,3 +113,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finished: bool = False
+
+
+class QueueFull(Exception):
+    """More requests wait than max_num_queued_requests allows; the same request may be sent again later."""

@@ -26,7 +26,7 @@ class SamplingMetadata:
     suppressed: jax.Array  # i32[R, MAX_SUPPRESSED] ids that must not be sampled; the vocabulary size: none
 
 
-def greedy(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+def greedy(logits: jax.Array) -> jax.Array:
     """The best id of each row, i32[R]; the lowest id among equals."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -49,7 +49,7 @@ def filtered(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
     return _draw(logits, kept, metadata)
 
 
-VARIANTS = {"greedy": greedy, "random": random, "filtered": filtered}
+VARIANTS = {"random": random, "filtered": filtered}  # beside greedy, which needs no metadata
 
 
 def logprobs(logits: jax.Array, ids: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

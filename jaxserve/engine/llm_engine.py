@@ -26,7 +26,6 @@ class EngineStats:
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    num_preemptions: int = 0
     num_steps: int = 0
     scheduled_tokens: int = 0
     padded_tokens: int = 0  # tokens of the programs' shapes that held nothing
@@ -54,7 +53,7 @@ class LLMEngine:
         loaded = load(config, model, model_config, tokenizer, progress)
         self.model_config, self.tokenizer, self.generation_defaults = loaded.model_config, loaded.tokenizer, loaded.generation_defaults
         self.config = resolve(config, loaded.model_config)
-        self.runner = ModelRunner(self.config, loaded.module, self.model_config, loaded.mesh, loaded.kv_dtype, loaded.backend)
+        self.runner = ModelRunner(self.config, loaded.module, self.model_config, loaded.mesh, loaded.dtype, loaded.kv_dtype, loaded.backend)
         self.ledger = plan_pool(self.config, self.model_config, self.runner)
         self.runner.compile(self.ledger.num_pages, progress)
         self.ledger = replace(self.ledger, compile_seconds=self.runner.stats.seconds, num_programs=self.runner.stats.num_programs)
@@ -71,16 +70,16 @@ class LLMEngine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished or self._in_flight is not None
 
+    @property
+    def capacity_tokens(self) -> int:
+        """The most tokens one request can have, prompt and output: max_model_len, or the whole pool where that is smaller."""
+        return min(self.config.scheduler.max_model_len, self.page_manager.num_usable_pages * self.page_manager.page_size)
+
     def make_requests(self, prompt_token_ids: list[int], params: SamplingParams, request_id: str) -> list[Request]:
         """The n requests of one prompt, with everything checked that can be: ValueError names field, value, limit and remedy."""
         self._check_prompt(prompt_token_ids)
-        room = self.config.scheduler.max_model_len - len(prompt_token_ids)
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if max_tokens > room or (params.max_tokens is None and room <= 0):
-            raise ValueError(
-                f"the prompt has {len(prompt_token_ids)} tokens and max_tokens is {params.max_tokens}, together more than "
-                f"max_model_len ({self.config.scheduler.max_model_len}); shorten the prompt or lower max_tokens"
-            )
+        max_tokens = max(1, self.capacity_tokens - len(prompt_token_ids)) if params.max_tokens is None else params.max_tokens
+        self.scheduler.check_fits(len(prompt_token_ids), max_tokens)
         stops = set(params.stop_token_ids)
         for token in stops:
             if token >= self.model_config.vocab_size:
@@ -157,7 +156,7 @@ class LLMEngine:
                 for offset in range(min(row.num_tokens, request.num_prompt_tokens - row.start - 1)):
                     target = row.start + offset + 1
                     kept[target] = token_logprobs(request.prompt_token_ids[target], result.prompt_logprobs, first + offset, count)
-                if row.samples:
+                if row.start + row.num_tokens >= request.num_prompt_tokens:
                     complete[request.request_id] = tuple(self._prompt_logprobs.pop(request.request_id))
             first += row.num_tokens
         return complete
@@ -165,7 +164,6 @@ class LLMEngine:
     def _count(self, scheduled: SchedulerOutput) -> None:
         stats, bucket = self.stats, self.runner.bucket_for(scheduled)
         stats.num_steps += 1
-        stats.num_preemptions += len(scheduled.preempted)
         stats.scheduled_tokens += scheduled.num_tokens
         stats.padded_tokens += bucket.num_tokens - scheduled.num_tokens
 

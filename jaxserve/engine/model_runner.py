@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import programs
-from jaxserve.engine.input_batch import Bucket, InputLayout, sampling_variant
+from jaxserve.engine.input_batch import Bucket, InputLayout, SamplingLayout, sampling_variant, successors
 from jaxserve.engine.scheduler import SchedulerOutput
 from jaxserve.kv_cache import KVCache, abstract_kv_cache
 from jaxserve.sampler import VARIANTS
@@ -61,26 +61,24 @@ class InFlightStep:
 class ModelRunner:
     """Owns the weights, the pool and the programs of one model on one mesh."""
 
-    def __init__(self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, kv_dtype: Any, backend: str):
+    def __init__(self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str):
         self.config, self.model_config, self.mesh, self.backend = config, model_config, mesh, backend
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.graphdef, state = nnx.split(model)
         weights, self.treedef = jax.tree.flatten(state)
         self.weights: tuple[jax.Array, ...] = tuple(weights)
-        self.kv_dtype = kv_dtype
+        self.dtype, self.kv_dtype = dtype, kv_dtype
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.buckets = make_buckets(config)
-        self.layouts = {bucket: self._layout(bucket) for bucket in self.buckets}
+        page_size, vocab_size = config.cache.page_size, model_config.vocab_size
+        width = -(-config.scheduler.max_model_len // page_size)
+        self.layouts = {bucket: InputLayout(bucket, width, page_size) for bucket in self.buckets}
+        self.sampling_layouts = {rows: SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.buckets)}
         self.programs: dict[tuple, Callable] = {}
         self.stats = CompileStats()
         self.pool: KVCache | None = None
         self.prev_ids: jax.Array | None = None
         self.prev_rows: dict[str, int] = {}
-
-    def _layout(self, bucket: Bucket) -> InputLayout:
-        page_size = self.config.cache.page_size
-        width = -(-self.config.scheduler.max_model_len // page_size)
-        return InputLayout(bucket, width, page_size, self.model_config.vocab_size)
 
     def compile(self, num_pages: int, progress: bool = False) -> None:
         """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more."""
@@ -101,27 +99,38 @@ class ModelRunner:
         self.stats.seconds = time.perf_counter() - start
 
     def _jobs(self, pool: KVCache) -> list[tuple]:
-        """(key, function, donated arguments, abstract arguments) of every program, the slowest to compile first."""
-        config, abstract = self.model_config, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)  # noqa: E731
+        """(key, function, donated arguments, abstract arguments, output shardings) of every program, the slowest to compile first."""
         weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights)
-        prev_ids = abstract((self.max_num_seqs,), jnp.int32)
-        hidden_dtype = jnp.dtype(self.config.load.dtype)
+        prev_ids = self._abstract((self.max_num_seqs,), jnp.int32)
+        count = self._abstract((1,), jnp.int32)
+        model, max_tokens = (self.graphdef, self.treedef), self.buckets[-1].num_tokens
         jobs = []
         for bucket, layout in self.layouts.items():
-            buffer = abstract((layout.size,), jnp.int32)
-            logits = abstract((bucket.num_rows, config.vocab_size), jnp.float32)
-            hidden = abstract((bucket.num_tokens, config.hidden_size), hidden_dtype)
-            forward = programs.forward_program(self.graphdef, self.treedef, layout, self.backend)
-            outputs = (self.replicated, self.replicated, jax.tree.map(lambda a: a.sharding, pool))
+            forward = programs.forward_program(*model, layout, self.backend, self.sample_rows(bucket), max_tokens)
+            outputs = (self.replicated, None if bucket.decode_only else self.replicated, jax.tree.map(lambda a: a.sharding, pool))
+            buffer = self._abstract((layout.size,), jnp.int32)
             jobs.append((("forward", bucket), forward, (1,), (weights, pool, prev_ids, buffer), outputs))
-            for variant in VARIANTS:
-                sample = programs.sample_program(variant, layout, self.max_num_seqs)
-                jobs.append((("sample", variant, bucket), sample, (), (logits, buffer), self.replicated))
-            jobs.append((("logprobs", bucket), programs.logprobs_program(MAX_LOGPROBS), (), (logits, prev_ids), self.replicated))
-            if not bucket.decode_only:
-                score = programs.score_program(self.graphdef, self.treedef, layout, MAX_LOGPROBS)
-                jobs.append((("score", bucket), score, (), (weights, hidden, buffer), self.replicated))
-        return sorted(jobs, key=lambda job: job[0][0] != "forward")
+        score = programs.score_program(*model, MAX_LOGPROBS)
+        for rows, layout in self.sampling_layouts.items():
+            hidden, buffer = self._hidden(rows), self._abstract((layout.size,), jnp.int32)
+            for variant in ("greedy", *VARIANTS):
+                sample = programs.sample_program(*model, variant, layout, self.max_num_seqs)
+                arguments = (weights, hidden) if variant == "greedy" else (weights, hidden, buffer)
+                jobs.append((("sample", variant, rows), sample, (), arguments, self.replicated))
+            jobs.append((("score", rows), score, (), (weights, hidden, prev_ids, count), self.replicated))
+        targets = self._abstract((max_tokens,), jnp.int32)
+        jobs.append((("score prompt",), score, (), (weights, self._hidden(max_tokens), targets, count), self.replicated))
+        return jobs
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return self._abstract((rows, self.model_config.hidden_size), self.dtype)
+
+    def sample_rows(self, bucket: Bucket) -> int:
+        """Rows of the sampling program that follows a bucket's forward program."""
+        return next(rows for rows in self.sampling_layouts if rows >= bucket.num_rows)
 
     def bucket_for(self, scheduled: SchedulerOutput) -> Bucket:
         """The smallest bucket that holds the step."""
@@ -134,22 +143,27 @@ class ModelRunner:
 
     def dispatch(self, scheduled: SchedulerOutput) -> InFlightStep:
         """Start a step on the device and return at once; its sampled ids stay there as the next step's input."""
-        bucket = self.bucket_for(scheduled)
-        packed = self.layouts[bucket].pack(scheduled, self.prev_rows)
-        buffer = jax.device_put(packed, self.replicated)
-        run = self.programs
-        logits, hidden, self.pool = run["forward", bucket](self.weights, self.pool, self.prev_ids, buffer)
-        ids = run["sample", sampling_variant(scheduled), bucket](logits, buffer)
+        bucket, run = self.bucket_for(scheduled), self.programs
+        rows, params = self.sample_rows(bucket), [row.request.sampling_params for row in scheduled.rows]
+        buffer = self._put(self.layouts[bucket].pack(scheduled, self.prev_rows))
+        last, hidden, self.pool = run["forward", bucket](self.weights, self.pool, self.prev_ids, buffer)
+        variant = sampling_variant(scheduled)
+        settings = () if variant == "greedy" else (self._put(self.sampling_layouts[rows].pack(scheduled)),)
+        ids = run["sample", variant, rows](self.weights, last, *settings)
         logprobs = prompt_logprobs = None
-        if any(row.samples and row.request.sampling_params.logprobs is not None for row in scheduled.rows):
-            logprobs = run["logprobs", bucket](logits, ids)
-        if not bucket.decode_only and any(row.request.sampling_params.prompt_logprobs is not None for row in scheduled.rows):
-            prompt_logprobs = run["score", bucket](self.weights, hidden, buffer)
+        if any(p.logprobs is not None for p in params):
+            logprobs = run["score", rows](self.weights, last, ids, self._put(np.array([len(params)], np.int32)))
+        if hidden is not None and any(p.prompt_logprobs is not None for p in params):
+            targets = self._put(successors(scheduled, hidden.shape[0]))
+            prompt_logprobs = run["score prompt",](self.weights, hidden, targets, self._put(np.array([scheduled.num_tokens], np.int32)))
         for array in (ids, *(logprobs or ()), *(prompt_logprobs or ())):
             array.copy_to_host_async()
         self.prev_ids = ids
         self.prev_rows = {row.request.request_id: i for i, row in enumerate(scheduled.rows)}
         return InFlightStep(scheduled, ids, logprobs, prompt_logprobs)
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self.replicated)
 
 
 def _compile(job: tuple) -> tuple[tuple, Callable, float]:
@@ -177,3 +191,8 @@ def _powers(low: int, high: int, factor: int) -> Sequence[int]:
     while sizes[-1] // factor >= low:
         sizes.append(sizes[-1] // factor)
     return sizes[::-1]
+
+
+def sampling_rows(buckets: Sequence[Bucket]) -> list[int]:
+    """Row counts of the sampling programs: few, as their cost is small beside the forward's: the most, a quarter of it, ... down to 8."""
+    return _powers(min(8, buckets[-1].num_rows), max(bucket.num_rows for bucket in buckets), 4)

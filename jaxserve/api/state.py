@@ -1,0 +1,142 @@
+"""What the routes share: where the server stands, its engine, its names, and how a prompt becomes tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxserve.api.errors import ApiError, bad_request, from_value_error, unavailable
+from jaxserve.api.metrics import Metrics
+from jaxserve.config import ServerConfig
+from jaxserve.request import QueueFull
+
+T = TypeVar("T")
+_INLINE_CHARS = 4096  # longer texts are tokenised in a thread, so that streams go on meanwhile
+
+
+class Status(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass
+class Prompt:
+    """A prompt as the engine takes it; `text` is None when the client sent token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass
+class ServerState:
+    """One server. `engine` (AsyncEngine) and `llm` (the LLMEngine in it) are set by ready()."""
+
+    config: ServerConfig
+    model: str  # as given on the command line
+    status: Status = Status.LOADING
+    engine: Any = None
+    llm: Any = None
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+    metrics: Metrics = field(init=False)
+    chat_template: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.config.metrics_prefix, self.names[0])
+        self.chat_template = read_chat_template(self.config.chat_template)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.config.served_model_name or (self.model,)
+
+    def ready(self, engine: Any, llm: Any, generation_defaults: dict[str, Any] | None = None) -> None:
+        """From now on requests are served."""
+        self.engine, self.llm, self.generation_defaults = engine, llm, generation_defaults or {}
+        self.metrics.watch(llm.stats)
+        self.status = Status.READY
+
+    def health(self) -> tuple[int, str]:
+        """HTTP status and a word for it."""
+        if self.status is Status.READY and not self.engine.is_healthy:
+            return 503, "failed"
+        return (200 if self.status is Status.READY else 503), self.status.value
+
+    def require_ready(self) -> None:
+        if self.status is Status.LOADING:
+            raise unavailable("the model is still loading", "model_loading")
+        if self.status is Status.DRAINING:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if not self.engine.is_healthy:
+            raise ApiError(500, "the engine has failed; restart the server, its log has the cause", code="engine_failed")
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; 404 for a model that is not served. No name means the served one."""
+        if name is not None and name not in self.names:
+            message = f"the model {name!r} is not served here; use one of: {', '.join(self.names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self.names[0]
+
+    def check_capacity(self, num_sequences: int) -> None:
+        """503 if so many new sequences would overfill the queue; asked before any tokenising."""
+        try:
+            self.engine.check_capacity(num_sequences)
+        except QueueFull as e:
+            raise self.queue_full(e) from None
+
+    def queue_full(self, error: QueueFull) -> ApiError:
+        self.metrics.rejections.inc()
+        return unavailable(str(error) or "the queue is full; send the request again later", "queue_full")
+
+    @property
+    def tokenizer(self) -> Any:
+        if self.llm.tokenizer is None:
+            raise bad_request("this model has no tokenizer; send prompts as token ids and give --tokenizer to serve text", code="no_tokenizer")
+        return self.llm.tokenizer
+
+    async def encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+        """A completion prompt's tokens; ids are taken as they are."""
+        if isinstance(prompt, list):
+            return Prompt(prompt)
+        tokenizer = self.tokenizer
+        ids = await _offload(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        if not ids:
+            raise bad_request("prompt is empty: the text encodes to no token, and the model has no BOS token", "prompt", "empty_prompt")
+        return Prompt(ids, prompt)
+
+    async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, options: dict[str, Any]) -> Prompt:
+        """A chat's tokens by the chat template; 400 if there is none or it refuses."""
+        tokenizer = self.tokenizer
+        reserved = sorted(set(options) & {"messages", "add_generation_prompt", "tools", "chat_template", "tokenize"})
+        if reserved:
+            raise bad_request(f"chat_template_kwargs must not set {reserved[0]}", "chat_template_kwargs", "invalid_value")
+        size = sum(len(m["content"]) for m in messages)
+        keywords = {"add_generation_prompt": add_generation_prompt, "chat_template": self.chat_template, **options}
+        try:
+            ids = await _offload(size, lambda: tokenizer.apply_chat_template(messages, **keywords))
+        except ValueError as e:
+            raise from_value_error(e, set(), "messages") from None
+        if not ids:
+            raise bad_request("the chat template made an empty prompt", "messages", "empty_prompt")
+        return Prompt(ids)
+
+
+async def _offload(size: int, work: Callable[[], T]) -> T:
+    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def read_chat_template(option: str | None) -> str | None:
+    """The template of --chat-template: the file's text, or the option itself if it holds Jinja marks."""
+    if option is None:
+        return None
+    if "{%" in option or "{{" in option:
+        return option
+    path = Path(option)
+    if not path.is_file():
+        raise ValueError(f"--chat-template {option!r} is neither a file nor a Jinja template")
+    return path.read_text(encoding="utf-8")
