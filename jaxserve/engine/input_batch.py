@@ -66,12 +66,12 @@ class InputLayout:
     def pack(self, scheduled: SchedulerOutput, prev_rows: dict[str, int]) -> np.ndarray:
         """The buffer i32[size] of a step. prev_rows: request id -> its row in the previous step's sampled ids.
 
-        Padding tokens write into the dummy page, where nothing reads.
+        Padding tokens have slot -1: their keys and values are not written.
         """
         buffer = np.zeros(self.size, np.int32)
         views = _views(self.fields, buffer)
         views["prev_rows"][:] = -1
-        views["slot_mapping"][:] = np.arange(self.bucket.num_tokens, dtype=np.int32) % self.page_size
+        views["slot_mapping"][:] = -1
         views["distribution"][:] = scheduled.num_decode_rows, len(scheduled.rows)
         ids, pending, num_prompt_tokens, starts, counts = [], [], [], [], []
         tables = views["block_tables"]

@@ -22,7 +22,7 @@ class AttentionMetadata:
     block_tables: jax.Array  # i32[R, P] logical page -> page
     seq_lens: jax.Array  # i32[R] tokens of the row, those of this step included; 0: padding
     query_start_loc: jax.Array  # i32[R + 1] first token of each row
-    slot_mapping: jax.Array  # i32[T] page * page_size + offset of each token; padding points into the dummy page
+    slot_mapping: jax.Array  # i32[T] page * page_size + offset of each token; -1: padding
     distribution: jax.Array  # i32[2] (decode rows, rows): decode rows come first and have one token each
     decode_only: bool = field(default=False, metadata={"static": True})
     backend: str = field(default="xla", metadata={"static": True})

@@ -30,6 +30,10 @@ class LlamaBlock(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages
 
 
+# Blocks are alike, so jit traces the first and reuses the result; without it tracing 30 layers takes most of a warm start.
+_run_block = jax.jit(lambda block, *inputs: block(*inputs))
+
+
 class LlamaForCausalLM(nnx.Module):
     """Token ids to hidden states over the page pool, and hidden states to logits.
 
@@ -51,7 +55,7 @@ class LlamaForCausalLM(nnx.Module):
         cos, sin = rope_angles(config.rope, config.head_dim, config.max_position_embeddings, positions, rope_lens)
         k_pool, v_pool = [], []
         for block, k_pages, v_pages in zip(self.blocks, kv_cache.k_pages, kv_cache.v_pages, strict=True):
-            x, k_pages, v_pages = block(x, cos, sin, k_pages, v_pages, metadata)
+            x, k_pages, v_pages = _run_block(block, x, cos, sin, k_pages, v_pages, metadata)
             k_pool.append(k_pages)
             v_pool.append(v_pages)
         return self.norm(x), KVCache(tuple(k_pool), tuple(v_pool))

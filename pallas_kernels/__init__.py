@@ -1,0 +1,11 @@
+"""Paged-attention operations for JAX; needs jax and numpy only.
+
+Each operation is a folder with the same shape: ``api.py`` (the contract and the argument checks), ``reference.py`` (slow and
+plain) and one file per backend.
+"""
+
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.pool import pool_axes, pool_shape
+
+__all__ = ["kv_write", "paged_attention", "pool_axes", "pool_shape"]

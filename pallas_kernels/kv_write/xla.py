@@ -1,0 +1,19 @@
+"""kv_write as one XLA scatter per pool, in place when the pool is donated."""
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def kv_write_xla(k_pages: Array, v_pages: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
+    """Scatter each token's keys and values to its slot; see :func:`pallas_kernels.kv_write` for the contract."""
+    num_slots = k_pages.shape[0] * k_pages.shape[1]
+    # A negative index counts from the end even under mode="drop", so a skipped token must go past the end instead; each to its own
+    # place, because unique_indices promises that no two are equal.
+    past_end = num_slots + jnp.arange(slot_mapping.shape[0], dtype=jnp.int32)
+    slots = jnp.where(slot_mapping < 0, past_end, slot_mapping)
+
+    def write(pages: Array, new: Array) -> Array:
+        rows = pages.reshape(num_slots, *pages.shape[2:])
+        return rows.at[slots].set(new.astype(pages.dtype), mode="drop", unique_indices=True).reshape(pages.shape)
+
+    return write(k_pages, k), write(v_pages, v)

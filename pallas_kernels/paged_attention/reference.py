@@ -1,0 +1,62 @@
+"""Reference for paged_attention: one token at a time over its row's whole table, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.paged_attention.options import Options
+
+
+def paged_attention_reference(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    distribution: Array,
+    options: Options,
+    *,
+    decode_only: bool,
+) -> tuple[Array, Array]:
+    """Return (o [T, H, D], lse float32 [T, H]); see :func:`pallas_kernels.paged_attention`. Cost follows the table's width."""
+    num_tokens, num_rows = q.shape[0], block_tables.shape[0]
+    if decode_only:
+        query_start_loc = jnp.arange(num_rows + 1, dtype=jnp.int32)
+        distribution = jnp.full((2,), num_rows, jnp.int32)
+
+    def one_token(token):
+        row = jnp.clip(jnp.searchsorted(query_start_loc, token, side="right") - 1, 0, num_rows - 1)
+        position = seq_lens[row] - (query_start_loc[row + 1] - token)
+        live = (token < query_start_loc[distribution[1]]) & (position >= 0)
+        o, lse = _attend(q[token], k_pages[block_tables[row]], v_pages[block_tables[row]], position, options)
+        return jnp.where(live, o, 0).astype(q.dtype), jnp.where(live, lse, -jnp.inf)
+
+    return jax.lax.map(one_token, jnp.arange(num_tokens, dtype=jnp.int32))
+
+
+def _attend(q, k, v, position, options):
+    """One query [H, D] at ``position`` over pages k, v [MP, page_size, KVH, D] -> (o float32 [H, D], lse [H])."""
+    num_kv_heads, head_dim = k.shape[2:]
+    group = q.shape[0] // num_kv_heads
+    key_position = jnp.arange(k.shape[0] * k.shape[1], dtype=jnp.int32)
+    mask = key_position <= position
+    if options.sliding_window is not None:
+        mask &= key_position > position - options.sliding_window
+    # Unused slots may hold NaN, and 0 * NaN is NaN: they are replaced, not only given weight 0.
+    k, v = (
+        jnp.where(mask[:, None, None], x.reshape(-1, num_kv_heads, head_dim).astype(jnp.float32), 0) * (1.0 if scale is None else scale)
+        for x, scale in ((k, options.k_scale), (v, options.v_scale))
+    )
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    scores = jnp.einsum("hd,shd->hs", q.astype(jnp.float32), k, precision="highest") * options.sm_scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    if options.alibi_slopes is not None:
+        scores += options.alibi_slopes[:, None] * (key_position - position)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    if options.sinks is not None:
+        scores = jnp.concatenate([scores, options.sinks[:, None]], axis=1)
+        v = jnp.concatenate([v, jnp.zeros_like(v[:1])])
+    lse = jax.nn.logsumexp(scores, axis=1)
+    return jnp.einsum("hs,shd->hd", jnp.exp(scores - lse[:, None]), v, precision="highest"), lse

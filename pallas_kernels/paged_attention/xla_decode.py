@@ -1,0 +1,101 @@
+"""Decode part of the XLA backend: one query a row, rows in blocks of like length."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.paged_attention import online
+from pallas_kernels.paged_attention.options import Options
+
+ROWS_PER_BLOCK = 8
+CHUNK_TOKENS = 128
+
+
+def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_lens: Array, options: Options) -> tuple[Array, Array]:
+    """Attention of one query a row: q [R, H, D], seq_lens [R] (0: no query) -> (o float32 [R, H, D], lse float32 [R, H]).
+
+    Rows are sorted by length and taken in blocks, each with its own number of chunks, so short rows do not pay for long ones and
+    rows of length 0 cost nothing. The order depends on the metadata alone, so XLA computes it once for all layers.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    block_rows = min(ROWS_PER_BLOCK, num_rows)
+    order = jnp.argsort(-seq_lens)
+    pad = -num_rows % block_rows
+    tables = pad_tables(block_tables, chunk_pages(pages[0]))[order]
+    lens = jnp.pad(seq_lens[order], (0, pad))
+    tables, q_sorted = (jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1)) for x in (tables, q[order]))
+    q_wide = widen_queries(q_sorted, pages[0])
+
+    def block(i, results):
+        first = i * block_rows
+        state = _attend_block(*(lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_wide, tables, lens)), pages, options)
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, state))
+
+    empty = online.start(num_rows + pad, num_heads, q_wide.shape[-1])
+    num_blocks = (jnp.sum(seq_lens > 0) + block_rows - 1) // block_rows
+    m, l, o = lax.fori_loop(0, num_blocks, block, tuple(empty))  # noqa: E741
+    o = narrow_outputs(o, pages[0])
+    back = jnp.argsort(order)
+    return online.finish(m[back], l[back], o[back], options.sinks, options.v_scale)
+
+
+def _attend_block(q: Array, tables: Array, lens: Array, pages: tuple[Array, Array], options: Options) -> online.Running:
+    """Rows of one block, longest first: q [B, H, W] (see widen_queries), tables [B, MP], lens [B]."""
+    k_pages, v_pages = pages
+    num_rows, num_heads, width = q.shape
+    num_pages = chunk_pages(k_pages)
+    chunk = num_pages * k_pages.shape[1]
+    position = lens[:, None] - 1
+    first_seen = jnp.zeros_like(position) if options.sliding_window is None else jnp.maximum(position - options.sliding_window + 1, 0)
+    slopes = None if options.alibi_slopes is None else options.alibi_slopes[None, :, None]
+
+    def body(i, state):
+        page_ids = lax.dynamic_slice(tables, (0, i * num_pages), (num_rows, num_pages))
+        key_position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
+        mask = (key_position <= position) & (key_position >= first_seen)
+        k, v = (gather_pages(x, page_ids, q.dtype).reshape(num_rows, chunk, width) for x in pages)
+        # Slots outside the mask may hold NaN, and 0 * NaN is NaN.
+        v = jnp.where(mask[:, :, None], v, 0)
+        scores = jnp.einsum("bhw,bcw->bhc", q, k, preferred_element_type=jnp.float32)
+        scores = online.modify_scores(scores, (key_position - position)[:, None, :], slopes, options)
+        return online.update(state, scores, mask[:, None, :], v)
+
+    first_chunk = jnp.min(jnp.where(lens[:, None] > 0, first_seen, lens[0])) // chunk
+    return lax.fori_loop(first_chunk, (lens[0] + chunk - 1) // chunk, body, online.start(num_rows, num_heads, width))
+
+
+def widen_queries(q: Array, k_pages: Array) -> Array:
+    """q [R, H, D] -> [R, H, KVH * D] with zeros outside each head's own key head.
+
+    One matrix product a row over whole tokens then serves every head: the pool is read in its own layout, with no transposition, for
+    KVH times the arithmetic, which is cheaper while KVH is small.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k_pages.shape[2]
+    q = q.reshape(num_rows, num_kv_heads, -1, 1, head_dim)
+    own = jnp.eye(num_kv_heads, dtype=bool)[None, :, None, :, None]
+    return jnp.where(own, q, 0).reshape(num_rows, num_heads, num_kv_heads * head_dim)
+
+
+def narrow_outputs(o: Array, k_pages: Array) -> Array:
+    """[R, H, KVH * D] -> [R, H, D]: keep each head's own value head."""
+    num_rows, num_heads, _ = o.shape
+    num_kv_heads, head_dim = k_pages.shape[2:]
+    o = o.reshape(num_rows, num_kv_heads, -1, num_kv_heads, head_dim)
+    own = jnp.eye(num_kv_heads, dtype=bool)[None, :, None, :, None]
+    return jnp.where(own, o, 0).sum(3).reshape(num_rows, num_heads, head_dim)
+
+
+def chunk_pages(k_pages: Array, chunk_tokens: int = CHUNK_TOKENS) -> int:
+    """Pages in one chunk of keys."""
+    return max(1, chunk_tokens // k_pages.shape[1])
+
+
+def pad_tables(block_tables: Array, multiple: int) -> Array:
+    """Widen the tables so that a chunk never reaches past them (a dynamic slice would shift back, not stop)."""
+    return jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % multiple)))
+
+
+def gather_pages(pages: Array, page_ids: Array, dtype) -> Array:
+    """pages[page_ids] as whole contiguous pages, flat: [*page_ids.shape, page_size * KVH * D]."""
+    flat = pages.reshape(pages.shape[0], -1)
+    return flat.at[page_ids].get(mode="promise_in_bounds").astype(dtype)
