@@ -22,7 +22,7 @@ class CharTokenizer:
 
 
 class FakeLLM:
-    """Logprobs are a hash of the token and all tokens before it; generation copies `answer`. Dies with KeyboardInterrupt after `budget` calls."""
+    """Logprobs are a hash of the tokens; generation copies `answer`; after `budget` calls it dies with KeyboardInterrupt."""
 
     def __init__(self, answer="the answer is #### 18", budget=None, bos=None, max_model_len=4096, model="fake", **options):
         self.tokenizer, self.answer, self.budget, self.calls = CharTokenizer(bos), answer, budget, []
@@ -62,7 +62,8 @@ def write_data(folder):
     (folder / "wikitext2_test.txt").write_text("one two three four\n" * 40, encoding="utf-8")
     letters = [{"question": f"Q{i}?", "options": "A. x\nB. yy\nC. z\nD. é é", "answer": "B. yy" if i % 2 else "D. é é"} for i in range(9)]
     rows(folder / "mmlu_test.jsonl", letters)
-    rows(folder / "piqa_validation.jsonl", [{"question": f"goal {i}", "options": "A. do \nB. do not ", "answer": "A. do "} for i in range(7)])
+    goals = [{"question": f"goal {i}", "options": "A. do \nB. do not ", "answer": "A. do "} for i in range(7)]
+    rows(folder / "piqa_validation.jsonl", goals)
     rows(folder / "openbookqa_test.jsonl", letters)
     rows(folder / "gsm8k_test.jsonl", [{"question": f"{i} apples?", "answer": f"so\n#### {17 + i}"} for i in range(6)])
     rows(folder / "gsm8k_train.jsonl", [{"question": f"{i} pears?", "answer": f"well\n#### {i},000"} for i in range(5)])

@@ -130,7 +130,10 @@ def test_options_may_hold_dots_and_line_breaks():
     assert parse_options("\nA. e.g. B.C. one\ntwo\nB. $0", "here") == ["e.g. B.C. one\ntwo", "$0"]
 
 
-@pytest.mark.parametrize("text", ["A. one", "one\ntwo", "A. one\nC. two", "B. one\nA. two", "A. one\nB. ", "x\nA. one\nB. two", "A.one\nB.two"])
+UNREADABLE = ["A. one", "one\ntwo", "A. one\nC. two", "B. one\nA. two", "A. one\nB. ", "x\nA. one\nB. two", "A.one\nB.two"]
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
 def test_options_that_cannot_be_read(text):
     with pytest.raises(ValueError, match="here: options is"):
         parse_options(text, "here")
