@@ -57,7 +57,7 @@ ensure_venv() {
         [[ $(cat "$venv/jaxserve-$extra.stamp" 2>/dev/null) == "$stamp" ]] || missing+=("$extra")
     done
     ((${#missing[@]})) || return 0
-    echo "Installing jaxserve and its dependencies (${missing[*]}) into ${venv##*/} ..." >&2
+    echo "Installing jaxserve and its dependencies (${missing[*]}) into ${venv##*/}, about a minute ..." >&2
     quietly "$python" -m pip install --disable-pip-version-check -q -e "$root[$(IFS=,; echo "${missing[*]}")]"
     for extra in "${missing[@]}"; do
         echo "$stamp" >"$venv/jaxserve-$extra.stamp"

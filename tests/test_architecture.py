@@ -14,6 +14,7 @@ Sources = dict[str, str]  # path relative to the repository -> source text
 LEVELS = (
     ("jaxserve.config", "jaxserve.request", "jaxserve.sampling_params"),
     (
+        "jaxserve.detokenizer",
         "jaxserve.engine.page_manager",
         "jaxserve.kv_cache",
         "jaxserve.layers",
@@ -27,7 +28,7 @@ LEVELS = (
     ("jaxserve.engine.llm_engine", "jaxserve.engine.output_processor"),
     ("jaxserve.engine.async_engine", "jaxserve.llm"),
     ("jaxserve", "jaxserve.api", "jaxserve.evaluation"),
-    ("jaxserve.cli", "server"),
+    ("jaxserve.__main__", "jaxserve.cli", "server"),
 )
 HOST_TYPES = LEVELS[0]
 HOST_LOGIC = ("jaxserve.engine.page_manager", "jaxserve.engine.scheduler")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels
@@ -44,11 +45,11 @@ class Attention(nnx.Module):
         """x[T, hidden] -> (y[T, hidden], k_pages, v_pages), the new keys and values written into their slots."""
         qkv = self.qkv(x)
         tokens = x.shape[0]
-        q = qkv[:, :, : self.group].reshape(tokens, -1, self.head_dim)
-        k, v = qkv[:, :, self.group], qkv[:, :, self.group + 1]
+        qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            qk = jnp.concatenate([self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])], axis=2)
+        qk = apply_rope(qk, cos, sin)
+        q, k = qk[:, :, :-1].reshape(tokens, -1, self.head_dim), qk[:, :, -1]
         k_pages, v_pages = pallas_kernels.kv_write(k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), metadata.slot_mapping)
         out = pallas_kernels.paged_attention(
             q,

@@ -26,9 +26,9 @@ def rope_angles(config: RopeConfig, head_dim: int, max_positions: int, positions
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x[T, heads, head_dim], whose halves hold the pairs' two components, in float32."""
+    """Rotate x[T, ..., head_dim], whose last dimension's halves hold the pairs' two components, in float32."""
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 2), a.shape[1]) for a in (cos, sin))
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 

@@ -1,0 +1,5 @@
+"""Checkpoints -> modules on the devices: Hugging Face safetensors, GGUF and Orbax."""
+
+from jaxserve.loader.load import LoadedModel, load_model, load_model_config
+
+__all__ = ["LoadedModel", "load_model", "load_model_config"]

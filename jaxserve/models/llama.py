@@ -53,6 +53,7 @@ class LlamaForCausalLM(nnx.Module):
         config = self.config
         x = self.embedding(token_ids)
         cos, sin = rope_angles(config.rope, config.head_dim, config.max_position_embeddings, positions, rope_lens)
+        cos, sin = jax.lax.optimization_barrier((cos, sin))  # else XLA fuses, and computes, them anew in every layer
         k_pool, v_pool = [], []
         for block, k_pages, v_pages in zip(self.blocks, kv_cache.k_pages, kv_cache.v_pages, strict=True):
             x, k_pages, v_pages = _run_block(block, x, cos, sin, k_pages, v_pages, metadata)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 from simulation import Simulation, expected_end, make_request, prompt, rows
 
+from jaxserve.engine.scheduler import SchedulerOutput
 from jaxserve.request import FinishReason, Request, RequestStatus
 
 
-def step_until_preempted(s: Simulation, request: Request) -> None:
-    """Stop between `schedule` and `update`: the step before, which sampled a token for the request, is still in flight."""
+def step_until_preempted(s: Simulation, request: Request) -> tuple[SchedulerOutput, list[int]]:
+    """Stop between `schedule` and `update`: the step before, which sampled a token for the request, is still in flight.
+
+    Returns the step just launched, which becomes the one in flight after the update.
+    """
     while True:
         output = s.dispatch()
         assert output
-        if request.num_preemptions:
-            return
         launched = output, s.device.run(output)
+        if request.num_preemptions:
+            return launched
         s.collect()
         s.in_flight = launched
 
@@ -42,6 +46,7 @@ def test_newest_is_preempted_and_goes_to_the_front_of_the_queue():
     s = Simulation(usable_pages=5, page_size=4, max_num_seqs=2)
     old, new = s.add(prompt(4), 12), s.add(prompt(4), 12)
     last = s.add(prompt(1), 1)
+    output = s.step()
     while not new.num_preemptions:
         output = s.step()
     assert output and output.preempted == [new]
@@ -55,12 +60,13 @@ def test_newest_is_preempted_and_goes_to_the_front_of_the_queue():
 def test_preempted_request_with_a_pending_token_waits_for_it():
     s = Simulation(usable_pages=4, page_size=4, max_num_seqs=2)
     old, new = s.add(prompt(4), 8), s.add(prompt(4), 8)
-    step_until_preempted(s, new)
+    launched = step_until_preempted(s, new)
     known = len(new.output_token_ids)
     assert new.num_pending_tokens == 1
     s.scheduler.abort(old.request_id)  # room enough now
     assert s.scheduler.schedule() is None
     s.collect()
+    s.in_flight = launched
     assert len(new.output_token_ids) == known + 1
     assert rows(s.step()) == [("1", 0, 4 + known + 1, True)]
     s.finish()
@@ -82,10 +88,11 @@ def test_preempted_request_may_end_with_its_pending_token(ending):
     s = Simulation(usable_pages=4, page_size=4, max_num_seqs=2)
     s.add(prompt(4), 8)
     new = s.add(ids, 5) if ending == "length" else s.add(ids, 8, end_ids=tokens[4:])
-    step_until_preempted(s, new)
+    launched = step_until_preempted(s, new)
     s.collect()
     assert (new.finish_reason, new.output_token_ids) == (ending, tokens)
     assert not s.scheduler.waiting
+    s.in_flight = launched
     s.finish()
 
 
@@ -147,11 +154,13 @@ def test_abort_of_a_preempted_request_with_a_pending_token():
     s = Simulation(usable_pages=4, page_size=4, max_num_seqs=2)
     s.add(prompt(4), 8)
     new = s.add(prompt(4), 8)
-    step_until_preempted(s, new)
+    launched = step_until_preempted(s, new)
     known = list(new.output_token_ids)
     assert new.num_pending_tokens == 1
     abort(s, new)
     s.collect()
+    s.in_flight = launched
+    s.finish()
     assert new.output_token_ids == known
 
 

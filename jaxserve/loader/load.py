@@ -1,0 +1,96 @@
+"""load_model: from a directory, a .gguf file, an Orbax checkpoint or a hub id to a module whose parameters are on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.loader.checkpoint import Checkpoint
+from jaxserve.loader.gguf_checkpoint import gguf_model_config, open_gguf_checkpoint
+from jaxserve.loader.gguf_file import open_gguf
+from jaxserve.loader.hf_config import read_generation_config, read_hf_config
+from jaxserve.loader.hub import resolve
+from jaxserve.loader.orbax_checkpoint import is_orbax, restore_module
+from jaxserve.loader.safetensors_file import open_safetensors
+from jaxserve.loader.weights import fill_module
+from jaxserve.models.registry import model_class
+from jaxserve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# generation_config.json's name -> SamplingParams' name, and the value that changes nothing.
+_GENERATION_FIELDS = {
+    "temperature": ("temperature", 1.0),
+    "top_k": ("top_k", 0),
+    "top_p": ("top_p", 1.0),
+    "min_p": ("min_p", 0.0),
+    "repetition_penalty": ("repetition_penalty", 1.0),
+    "max_new_tokens": ("max_tokens", None),
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    module: nnx.Module  # every parameter is a jax.Array in its sharding
+    model_config: ModelConfig
+    generation_defaults: dict[str, Any]  # SamplingParams fields that the model's generation_config.json sets
+    tokenizer_source: str  # what Tokenizer loads from: a directory, a .gguf file or a hub id
+
+
+def load_model(config: EngineConfig, mesh: Mesh, dtype: jax.typing.DTypeLike, progress: bool = False) -> LoadedModel:
+    """Load config.load.model with weights of `dtype` sharded over the mesh.
+
+    ValueError or FileNotFoundError names the file and what is wrong with it; `progress` shows a bar.
+    """
+    path = resolve(config.load.model)
+    if is_orbax(path):
+        model_config = read_hf_config(path)
+        module = model_class(model_config.architecture)(model_config, dtype)
+        restore_module(module, path, mesh)
+        generation, tokenizer = read_generation_config(path), str(path)
+    else:
+        checkpoint = open_checkpoint(path)
+        model_config, generation, tokenizer = checkpoint.config, checkpoint.generation_config, checkpoint.tokenizer_source
+        module = model_class(model_config.architecture)(model_config, dtype)
+        fill_module(module, checkpoint, mesh, progress)
+    defaults = generation_defaults(generation) if config.load.generation_config == "auto" else {}
+    return LoadedModel(module, model_config, defaults, config.load.tokenizer or tokenizer)
+
+
+def load_model_config(model: str) -> ModelConfig:
+    """The ModelConfig of what load_model would load; reads no weights."""
+    path = resolve(model, weights=False)
+    return gguf_model_config(open_gguf(path)) if path.is_file() else read_hf_config(path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a .gguf file or a Hugging Face directory."""
+    if path.is_file():
+        return open_gguf_checkpoint(path)
+    config = read_hf_config(path)
+    return Checkpoint(path, config, open_safetensors(path), str(path), read_generation_config(path))
+
+
+def generation_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """The SamplingParams fields that a generation_config.json sets; what this version cannot honour is named in a warning."""
+    known = {f.name for f in dataclasses.fields(SamplingParams)}
+    defaults = {}
+    for key, (name, neutral) in _GENERATION_FIELDS.items():
+        value = generation_config.get(key)
+        if value is None or value == neutral:
+            continue
+        if name in known:
+            defaults[name] = value
+        else:
+            logger.warning("generation_config.json sets %s to %s, which is not supported and has no effect", key, value)
+    return defaults
