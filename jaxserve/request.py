@@ -116,4 +116,8 @@ class RequestOutput:
 
 
 class QueueFull(Exception):
-    """More requests wait than max_num_queued_requests allows; the same request may be sent again later."""
+    """Too many requests wait, the message names max_num_queued_requests; the same request may be sent again later."""
+
+
+class EngineStopped(Exception):
+    """The engine is shutting down, or its thread died; the message says which."""
