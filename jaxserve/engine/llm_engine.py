@@ -132,7 +132,7 @@ class LLMEngine:
 
     def _update(self, scheduled: SchedulerOutput, result: StepResult) -> list[TokenOutput]:
         live = {row.request.request_id: i for i, row in enumerate(scheduled.rows) if row.request.status is not RequestStatus.FINISHED}
-        prompts = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
+        prompts = self._collect_prompt_logprobs(scheduled, result) if self._prompt_logprobs else {}
         outputs = self.scheduler.update(scheduled, result.ids[: len(scheduled.rows)].tolist())
         self.stats.generation_tokens += sum(output.token_id is not None for output in outputs)
         if result.logprobs or prompts:
@@ -147,7 +147,10 @@ class LLMEngine:
         return replace(output, logprobs=found, prompt_logprobs=prompts.get(output.request_id))
 
     def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, result: StepResult) -> dict[str, tuple[TokenLogprobs | None, ...]]:
-        """Keep what the step says of prompts; returns those that are complete with this step."""
+        """Keep what the step says of prompts; returns those that are complete with this step.
+
+        That may be a decode step, without any `result.prompt_logprobs`, when it computes a prompt's last token alone.
+        """
         complete, first = {}, 0
         for row in scheduled.rows:
             request, kept = row.request, self._prompt_logprobs.get(row.request.request_id)
