@@ -1,5 +1,6 @@
 """Tokenizer: ids and text as transformers has them, whole or token by token, and what it refuses."""
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -107,3 +108,26 @@ def test_a_missing_gguf_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 def test_importing_the_module_does_not_import_transformers() -> None:
     code = "import sys, jaxserve.tokenizer, jaxserve.gguf_tokenizer; sys.exit('transformers' in sys.modules or 'gguf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_directory_with_only_a_sentencepiece_model_loads_as_its_tokenizer_json_does(tmp_path: Path) -> None:
+    pytest.importorskip("google.protobuf")
+    pb = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+
+    words = ["▁", "a", "b", "é", "▁a", "ab", "▁ab", "▁b", "  "]
+    entries = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *[(f"<0x{i:02X}>", 0.0, 6) for i in range(256)]]
+    entries += [(word, -float(i), 1) for i, word in enumerate(words)]
+    model = pb.ModelProto(pieces=[pb.ModelProto.SentencePiece(piece=p, score=s, type=t) for p, s, t in entries])
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, True
+    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    slow.mkdir()
+    (slow / "tokenizer.model").write_bytes(model.SerializeToString())
+    (slow / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}))
+    tokenizer = load_tokenizer(slow)
+    tokenizer.hf.save_pretrained(fast)
+    saved = load_tokenizer(fast)
+    for text in ("ab a", "é漢 b", "a  b"):
+        ids = tokenizer.encode(text)
+        assert ids == saved.encode(text)
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.decode(ids) == saved.decode(ids) == text
