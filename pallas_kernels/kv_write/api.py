@@ -9,8 +9,7 @@ from pallas_kernels.kv_write.xla import kv_write_xla
 def kv_write(k_pages: Array, v_pages: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
     """Write the keys and values of T tokens into one layer's pools and return the new pools.
 
-    In place when the caller's jit donates the pools. Values are cast to the pool's dtype. On the CPU use T >= 2: with a single token
-    XLA may rewrite the scatter as a select over the whole pool.
+    In place when the caller's jit donates the pools. Values are cast to the pool's dtype.
 
     Args:
         k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim], see :func:`pallas_kernels.pool_shape`.

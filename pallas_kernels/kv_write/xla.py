@@ -6,6 +6,10 @@ from jax import Array
 
 def kv_write_xla(k_pages: Array, v_pages: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
     """Scatter each token's keys and values to its slot; see :func:`pallas_kernels.kv_write` for the contract."""
+    if slot_mapping.shape[0] == 1:
+        # XLA turns a scatter of one index into a select over the whole pool (on the CPU 200 ms a layer, not 0.02): add a skipped token.
+        k, v = (jnp.pad(x, ((0, 1), (0, 0), (0, 0))) for x in (k, v))
+        slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=-1)
     num_slots = k_pages.shape[0] * k_pages.shape[1]
     # A negative index counts from the end even under mode="drop", so a skipped token must go past the end instead; each to its own
     # place, because unique_indices promises that no two are equal.

@@ -6,7 +6,7 @@ from jax import Array, lax
 from pallas_kernels.paged_attention import online
 from pallas_kernels.paged_attention.options import Options
 
-ROWS_PER_BLOCK = 8
+ROWS_PER_BLOCK = 16
 CHUNK_TOKENS = 128
 
 
@@ -16,7 +16,7 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
     Rows are sorted by length and taken in blocks, each with its own number of chunks, so short rows do not pay for long ones and
     rows of length 0 cost nothing. The order depends on the metadata alone, so XLA computes it once for all layers.
     """
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, num_heads, _ = q.shape
     block_rows = min(ROWS_PER_BLOCK, num_rows)
     order = jnp.argsort(-seq_lens)
     pad = -num_rows % block_rows
@@ -28,7 +28,7 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
     def block(i, results):
         first = i * block_rows
         state = _attend_block(*(lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_wide, tables, lens)), pages, options)
-        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, state))
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, state, strict=True))
 
     empty = online.start(num_rows + pad, num_heads, q_wide.shape[-1])
     num_blocks = (jnp.sum(seq_lens > 0) + block_rows - 1) // block_rows
@@ -40,10 +40,9 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
 
 def _attend_block(q: Array, tables: Array, lens: Array, pages: tuple[Array, Array], options: Options) -> online.Running:
     """Rows of one block, longest first: q [B, H, W] (see widen_queries), tables [B, MP], lens [B]."""
-    k_pages, v_pages = pages
     num_rows, num_heads, width = q.shape
-    num_pages = chunk_pages(k_pages)
-    chunk = num_pages * k_pages.shape[1]
+    num_pages = chunk_pages(pages[0])
+    chunk = num_pages * pages[0].shape[1]
     position = lens[:, None] - 1
     first_seen = jnp.zeros_like(position) if options.sliding_window is None else jnp.maximum(position - options.sliding_window + 1, 0)
     slopes = None if options.alibi_slopes is None else options.alibi_slopes[None, :, None]

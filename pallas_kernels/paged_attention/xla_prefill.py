@@ -8,7 +8,7 @@ from pallas_kernels.paged_attention.options import Options
 from pallas_kernels.paged_attention.xla_decode import chunk_pages, gather_pages, pad_tables
 
 TILE_QUERIES = 64
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 64
 
 
 def prefill_rows(
@@ -26,7 +26,7 @@ def prefill_rows(
 
     decode_o [R, H, D] and decode_lse [R, H] hold the first R tokens; returns (o [>= T, H, D], lse [>= T, H]).
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens = q.shape[0]
     num_rows = block_tables.shape[0]
     tile = min(TILE_QUERIES, num_tokens)
     rows = jnp.arange(num_rows, dtype=jnp.int32)

@@ -49,15 +49,13 @@ def layers_step(pools, q, k, v, slots, tables, lens, starts, distribution, *, de
     new_pools = []
     for k_pages, v_pages in pools:
         k_pages, v_pages = kv_write(k_pages, v_pages, k + q[:, :3], v + q[:, :3], slots)
-        q = q + paged_attention(
-            q, k_pages, v_pages, tables, lens, starts, distribution, sm_scale=0.25, decode_only=decode_only
-        )
+        q = q + paged_attention(q, k_pages, v_pages, tables, lens, starts, distribution, sm_scale=0.25, decode_only=decode_only)
         new_pools.append((k_pages, v_pages))
     return q, new_pools
 
 
 @pytest.mark.parametrize("decode_only", [True, False])
-@pytest.mark.parametrize("num_rows", [2, 8])
+@pytest.mark.parametrize("num_rows", [1, 8])
 def test_no_copy_of_a_donated_pool(decode_only, num_rows):
     shape = pool_shape(997, 16, 3, 16, "xla")
     pool_bytes = 4 * int(np.prod(shape))
@@ -65,11 +63,11 @@ def test_no_copy_of_a_donated_pool(decode_only, num_rows):
     num_tokens = num_rows if decode_only else 64
     q, k = array((num_tokens, 9, 16), jnp.float32), array((num_tokens, 3, 16), jnp.float32)
     ints = [array(s, jnp.int32) for s in ((num_tokens,), (num_rows, 32), (num_rows,), (num_rows + 1,), (2,))]
-    pools = [(array(shape, jnp.float32),) * 2 for _ in range(3)]
+    pools = [(array(shape, jnp.float32),) * 2 for _ in range(2)]
     step = jax.jit(functools.partial(layers_step, decode_only=decode_only), donate_argnums=0)
     compiled = step.lower(pools, q, k, k, *ints).compile()
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 6 * pool_bytes
+    assert memory.alias_size_in_bytes >= 4 * pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes
     copies = [line for line in compiled.as_text().splitlines() if " copy(" in line and "997" in line.split(" copy(")[0]]
     assert not copies
