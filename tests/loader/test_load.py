@@ -88,7 +88,7 @@ def test_a_name_that_leads_nowhere_is_explained(model, error, words):
 
 def test_what_a_path_may_be(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="does not end in .gguf"):
+    with pytest.raises(ValueError, match=r"does not end in \.gguf"):
         load(tmp_path / "weights.bin")
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         load(tmp_path)

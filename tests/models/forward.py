@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import pallas_kernels
 from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig
-from jaxserve.kv_cache import KVCache
+from jaxserve.kv_cache import abstract_kv_cache
 from jaxserve.layers.attention import AttentionMetadata
 from jaxserve.loader import LoadedModel, load_model
 from jaxserve.sharding import make_mesh
@@ -34,9 +33,9 @@ class Sequence:
         self.state = nnx.split(module)
         self.num_prompt_tokens, self.length, self.backend = num_prompt_tokens, 0, backend
         num_pages = MAX_LEN // PAGE_SIZE + 1
-        shape = pallas_kernels.pool_shape(num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim, backend)
-        pool = tuple(jnp.full(shape, jnp.nan, jnp.float32) for _ in range(config.num_layers))
-        self.cache = KVCache(pool, pool)
+        mesh = module.embedding.table.get_value().sharding.mesh
+        abstract = abstract_kv_cache(config, num_pages, PAGE_SIZE, jnp.float32, mesh, backend, stacked=False)
+        self.cache = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), abstract)
         self.pages = np.random.default_rng(0).permutation(np.arange(1, num_pages)).astype(np.int32)
 
     def feed(self, token_ids: list[int]) -> np.ndarray:
