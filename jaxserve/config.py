@@ -112,6 +112,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     attention_backend: str = option("auto", "paged attention implementation; auto: the best for the device", choices=("auto", "xla", "reference"))
+    layer_loop: str = option(
+        "auto", "rolled: one loop over the layers, compiles 4 times faster; unrolled: what accelerators run faster", choices=("auto", "rolled", "unrolled")
+    )
     seed: int = option(0, "base of the seeds of requests that bring none")
     compilation_cache_dir: str | None = option(None, "where compiled programs are kept; default: ~/.cache/jaxserve/xla; 'none' keeps none")
 

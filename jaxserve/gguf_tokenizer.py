@@ -29,10 +29,23 @@ def _cased(digits: str, suffix: str = "") -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
-_DEEPSEEK_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
-    "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"  # noqa: RUF001
-)
+# Letters with case, as deepseek-llm lists them: hexadecimal code points, for several look like others or normalise to them.
+_DEEPSEEK_LETTERS = """
+41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F
+531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57
+1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107
+210A-2113 2115 2119-211D 2124 2126 2128 212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2
+2CF3 A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3
+104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943
+"""
+_DEEPSEEK_PUNCTUATION = "21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002"
+
+
+def _class(ranges: str) -> str:
+    """A regular expression's class of characters from hexadecimal ranges."""
+    return "[" + "".join("-".join(rf"\x{{{end}}}" for end in part.split("-")) for part in ranges.split()) + "]"
+
+
 _ASCII_PUNCTUATION_WORD = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 
 # (patterns, applied one after the other; the names that stand for them)
@@ -43,14 +56,21 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((_words(r"\p{N}"),), "qwen2 deepseek-r1-qwen megrez kormo stablelm2 hunyuan"),
     ((_words(r"\p{N}", r"[\p{L}\p{M}]", r"\p{M}"),), "qwen35"),
     (
-        (r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _HAN_KANA_HANGUL, r"\p{N}"),  # noqa: RUF001
+        (
+            r"[\r\n]",
+            rf"\s?{_class(_DEEPSEEK_LETTERS)}+",
+            rf"\s?{_class(_DEEPSEEK_PUNCTUATION)}+",
+            r"\s+$",
+            _HAN_KANA_HANGUL,
+            r"\p{N}",
+        ),
         "deepseek-llm",
     ),
     ((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_KANA_HANGUL, r"\p{N}"), "deepseek-coder"),
     (
         (
             r"\p{N}{1,3}",
-            "[一-龥\u3040-ゟ゠-ヿ]+",
+            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
             rf"{_ASCII_PUNCTUATION_WORD}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
         ),
         "deepseek-v3 hunyuan-dense",
@@ -60,8 +80,8 @@ _PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 PRE_TOKENIZERS = {name: patterns for patterns, names in _PATTERNS for name in names.split()}
 # A word that is in the vocabulary is taken whole, whatever the merges make of it; these models' tokens also begin with BOS by default.
-_WHOLE_WORDS_AND_BOS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split())
-_COMPOSED = frozenset("qwen2 qwen35 command-r olmo mpt".split())  # text is brought to Unicode's form NFC first
+_WHOLE_WORDS_AND_BOS = frozenset(["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"])
+_COMPOSED = frozenset(["qwen2", "qwen35", "command-r", "olmo", "mpt"])  # text is brought to Unicode's form NFC first
 
 
 def tokenizer_from_metadata(metadata: dict[str, Any], source: str) -> Any:
@@ -100,7 +120,7 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], source: str) ->
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ValueError(f"{source}: {_KEY}pre is {pre!r}, an unknown pre-tokenizer; known: {known}; give another tokenizer by --tokenizer")
-    merges = [_pair(merge) for merge in metadata[_KEY + "merges"]]
+    merges = [_pair(merge, source) for merge in metadata[_KEY + "merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_AND_BOS)
@@ -115,9 +135,13 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], source: str) ->
     return backend, {"add_bos_token": pre in _WHOLE_WORDS_AND_BOS}
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, right = merge.split(" ")
-    return left, right
+def _pair(merge: str, source: str) -> tuple[str, str]:
+    parts = merge.split(" ")
+    if len(parts) != 2:
+        raise ValueError(
+            f"{source}: {_KEY}merges holds {merge!r}; a merge is two tokens with a space between; give a tokenizer by --tokenizer"
+        )
+    return parts[0], parts[1]
 
 
 def _sentencepiece_bpe(metadata: dict[str, Any], tokens: list[str], source: str) -> tuple[Any, dict[str, Any]]:

@@ -30,7 +30,7 @@ class Request:
     """One sequence: a prompt, its sampling settings and its progress. A request with n > 1 becomes n of these.
 
     `num_computed_tokens` counts the tokens whose keys and values are in the pool or will be when the dispatched steps have run.
-    `num_pending_tokens` is 1 while a sampled token is still on the device, else 0.
+    `num_pending_tokens` counts tokens that dispatched steps sample and that are not in `output_token_ids` yet.
     """
 
     request_id: str

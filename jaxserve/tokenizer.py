@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ __all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer", "read_chat_t
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 # transformers is imported where it is used: it costs a second, which `jaxserve --help` and engines without a tokenizer need not pay.
+# Its word on import that PyTorch is missing would only alarm: nothing here needs it.
+logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
 def load_tokenizer(source: str | Path, chat_template: str | None = None) -> Tokenizer:
@@ -57,8 +60,9 @@ class Tokenizer:
         try:
             hf = AutoTokenizer.from_pretrained(str(name))
         except Exception as error:  # transformers and tokenizers raise many kinds, some of them bare Exception
+            reason = " ".join(str(error).split())
             raise ValueError(
-                f"no tokenizer can be loaded from {str(name)!r} ({type(error).__name__}: {error}); "
+                f"no tokenizer can be loaded from {str(name)!r} ({type(error).__name__}: {reason}); "
                 "give a directory or hub id with a tokenizer by --tokenizer"
             ) from error
         return cls(hf, chat_template)
@@ -199,8 +203,8 @@ def byte_rule(decoder: Any) -> tuple[Callable[[str], bytes] | None, bool]:
 
     None where the decoder does more than to put together what single tokens stand for; then only it can decode.
     """
-    spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "None"}
-    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    spec: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "None"}
+    steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return _byte_level, False

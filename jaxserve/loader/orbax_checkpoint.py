@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -40,7 +41,7 @@ def restore_module(module: nnx.Module, path: Path, mesh: Mesh) -> None:
     target = {key: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=param_sharding(mesh, v)) for key, v in variables.items()}
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            stored = {key: tuple(entry.shape) for key, entry in checkpointer.metadata((path / DIRECTORY).absolute()).item_metadata.items()}
+            stored = {key: tuple(entry.shape) for key, entry in stored_parameters(path).items()}
             problems = _differences({key: value.shape for key, value in target.items()}, stored)
             if problems:
                 raise ValueError("the parameters do not fit config.json:\n  " + "\n  ".join(problems))
@@ -49,6 +50,14 @@ def restore_module(module: nnx.Module, path: Path, mesh: Mesh) -> None:
             raise ValueError(f"{path / DIRECTORY} cannot be restored: {error}; convert the model again") from error
     for key, variable in variables.items():
         variable.set_value(values[key])
+
+
+def stored_parameters(path: Path) -> dict[str, Any]:
+    """Shape and dtype of each parameter under path/orbax, as Orbax describes them; reads no values."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        return dict(checkpointer.metadata((path / DIRECTORY).absolute()).item_metadata)
 
 
 def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> list[str]:
