@@ -149,10 +149,8 @@ if __name__ == "__main__":
     import argparse
 
     from jaxserve.api.serve import serve
-    from jaxserve.cli import add_serve_flags, read_flags
-    from jaxserve.config import EngineConfig, ServerConfig
+    from jaxserve.cli import add_serve_flags, read_serve_flags
 
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)
-    args = parser.parse_args()
-    sys.exit(serve(read_flags(EngineConfig, args), read_flags(ServerConfig, args), load))
+    sys.exit(serve(*read_serve_flags(parser.parse_args()), load))
