@@ -65,6 +65,17 @@ def test_wrong_flags_are_refused(argv: list[str], capsys: pytest.CaptureFixture[
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("port", "70000"), ("port", "-1"), ("api-key", ""), ("api-key", " k"), ("shutdown-timeout", "-1"), ("shutdown-timeout", "nan"),
+     ("max-request-bytes", "0"), ("metrics-prefix", "9x"), ("served-model-name", ""), ("host", "no such host")],
+)  # fmt: skip
+def test_impossible_server_options_are_one_line(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "DIR", f"--{flag}={value}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jaxserve: error: {flag.replace('-', '_')} is ")
+
+
 def test_booleans_have_two_flags() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, SamplingParams)
