@@ -22,6 +22,7 @@ from jaxserve.engine.scheduler import SchedulerOutput
 from jaxserve.kv_cache import KVCache, abstract_kv_cache
 from jaxserve.sampler import VARIANTS
 from jaxserve.sampling_params import MAX_LOGPROBS
+from jaxserve.sharding import param_sharding
 
 
 @dataclass
@@ -67,8 +68,9 @@ class ModelRunner:
         self.rolled = platform == "cpu" if config.layer_loop == "auto" else config.layer_loop == "rolled"
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.graphdef, state = nnx.split(model)
-        weights, self.treedef = jax.tree.flatten(state)
-        self.weights: tuple[jax.Array, ...] = tuple(weights)
+        placed = [jax.device_put(value.get_value(), param_sharding(mesh, value)) for _, value in nnx.to_flat_state(state)]
+        self.treedef = jax.tree.structure(state)
+        self.weights: tuple[jax.Array, ...] = tuple(placed)
         self.dtype, self.kv_dtype = dtype, kv_dtype
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.buckets = make_buckets(config)

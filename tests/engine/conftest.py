@@ -27,15 +27,16 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def make_llm(tiny_model):
+def make_llm(tiny_model, tmp_path_factory):
     """LLM over the tiny model; the options given override small defaults. Equal options give the same engine."""
     made = {}
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "decode_buckets": (8,), "token_buckets": (32,), "kv_cache_memory": 1 << 20}
+    small["compilation_cache_dir"] = str(tmp_path_factory.mktemp("xla"))
 
     def make(**options) -> LLM:
         key = tuple(sorted(options.items()))
         if key not in made:
-            defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "kv_cache_memory": 1 << 20, "compilation_cache_dir": "none"}
-            made[key] = LLM(tiny_model, progress=False, **{**defaults, **options})
+            made[key] = LLM(tiny_model, progress=False, **{**small, **options})
         return made[key]
 
     return make

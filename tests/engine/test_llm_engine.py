@@ -44,9 +44,9 @@ def solo(make_llm, prompts):
     "options",
     [
         {},
-        {"max_num_batched_tokens": 8},
-        {"max_num_batched_tokens": 128, "token_buckets": (16, 64, 128), "decode_buckets": (8,)},
-        {"page_size": 8},
+        {"max_num_batched_tokens": 8, "token_buckets": (8,)},
+        {"max_num_batched_tokens": 128, "token_buckets": (16, 128), "decode_buckets": (2, 4, 8)},
+        {"page_size": 8, "layer_loop": "unrolled"},
         {"page_size": 32, "attention_backend": "reference"},
         {"page_size": 128},
         {"num_pages": 12},  # preempts: 8 requests of up to 88 tokens want 48 pages
@@ -96,9 +96,9 @@ def test_logprobs_are_the_models_own(make_llm, prompts):
         assert sum(math.exp(v) for v in best) < 1
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}, {"num_pages": 12}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8, "token_buckets": (8,)}, {"num_pages": 12}], ids=str)
 def test_prompt_logprobs_do_not_depend_on_chunks(make_llm, prompts, options):
-    whole = make_llm(max_num_batched_tokens=128, token_buckets=(16, 64, 128), decode_buckets=(8,)).score(prompts, use_tqdm=False)
+    whole = make_llm(max_num_batched_tokens=128, token_buckets=(16, 128), decode_buckets=(2, 4, 8)).score(prompts, use_tqdm=False)
     chunked = make_llm(**options).score(prompts, use_tqdm=False)
     for a, b, prompt in zip(whole, chunked, prompts, strict=True):
         assert a.token_ids == prompt
