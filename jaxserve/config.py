@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that is also a command-line flag: `help` is its one-line text, `choices` limits it, `secret` keeps it out of logs."""
+    """A dataclass field that is also a command-line flag: `help` is its one-line text, `choices` limits it, `secret` hides it in logs."""
     return field(default=default, repr=not metadata.get("secret", False), metadata={"help": help, **metadata})
 
 
@@ -111,9 +112,13 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
-    attention_backend: str = option("auto", "paged attention implementation; auto: the best for the device", choices=("auto", "xla", "reference"))
+    attention_backend: str = option(
+        "auto", "paged attention implementation; auto: the best for the device", choices=("auto", "xla", "reference")
+    )
     layer_loop: str = option(
-        "auto", "rolled: one loop over the layers, compiles 4 times faster; unrolled: what accelerators run faster", choices=("auto", "rolled", "unrolled")
+        "auto",
+        "rolled: one loop over the layers, compiles 4 times faster; unrolled: what accelerators run faster",
+        choices=("auto", "rolled", "unrolled"),
     )
     seed: int = option(0, "base of the seeds of requests that bring none")
     compilation_cache_dir: str | None = option(None, "where compiled programs are kept; default: ~/.cache/jaxserve/xla; 'none' keeps none")
@@ -137,6 +142,23 @@ class ServerConfig:
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     max_request_bytes: int = option(32 * 1024 * 1024, "longest request body")
     metrics_prefix: str = option("jaxserve:", "prefix of the metrics' names")
+
+    def __post_init__(self) -> None:
+        checks = {
+            "port": (0 <= self.port <= 65535, "a number from 0 to 65535; 0 takes any free port"),
+            "served_model_name": (all(self.served_model_name), "names that are not empty"),
+            "api_key": (
+                self.api_key is None or self.api_key.strip() == self.api_key != "",
+                "a key that is not empty and has no space at its ends",
+            ),
+            "shutdown_timeout": (self.shutdown_timeout >= 0, "seconds, 0 or more"),
+            "max_request_bytes": (self.max_request_bytes >= 1, "at least 1"),
+            "metrics_prefix": (re.fullmatch("[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix), "letters, digits, _ and :, no digit first"),
+        }
+        for name, (good, allowed) in checks.items():
+            if not good:
+                shown = "not usable" if name == "api_key" else repr(getattr(self, name))
+                raise ValueError(f"{name} is {shown}; give {allowed}")
 
 
 def layers(cls: type) -> dict[str, type]:

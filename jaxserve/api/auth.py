@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.api.errors import ApiError
@@ -26,7 +25,7 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        given = Headers(scope=scope).get("authorization", "").encode()
+        given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
         normal = b"Bearer " + key.strip() if scheme.lower() == b"bearer" else b""
         return secrets.compare_digest(normal, self._expected)

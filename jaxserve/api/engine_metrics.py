@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:  # only for the types: this package answers before JAX is imported
+    from jaxserve.engine.compile_counter import CompileCounter
+    from jaxserve.engine.llm_engine import LLMEngine
 
 
 class EngineCollector(Collector):
     """Reads an LLMEngine and a CompileCounter at each scrape; plain attribute reads, safe beside the engine's thread."""
 
-    def __init__(self, llm: Any, compiles: Any, prefix: str, model_name: str) -> None:
+    def __init__(self, llm: LLMEngine, compiles: CompileCounter, prefix: str, model_name: str) -> None:
         self._llm, self._compiles, self._prefix, self._model_name = llm, compiles, prefix, model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -32,8 +36,8 @@ class EngineCollector(Collector):
         return []
 
     def _counters(self) -> Iterator[tuple[str, str, float]]:
-        stats, compiles = self._llm.stats, self._compiles
-        yield "num_preemptions", "sequences put back to the queue because the pool was full", stats.num_preemptions
+        stats, compiles, scheduler = self._llm.stats, self._compiles, self._llm.scheduler
+        yield "num_preemptions", "sequences put back to the queue because the pool was full", scheduler.num_preemptions
         yield "engine_steps", "steps of the engine", stats.num_steps
         yield "scheduled_tokens", "tokens computed in steps", stats.scheduled_tokens
         yield "padded_tokens", "places of the steps' programs that held no token", stats.padded_tokens

@@ -44,7 +44,10 @@ def serve(engine_config: EngineConfig, config: ServerConfig, load: Load | None =
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, so that a port in use is known before the model is loaded; OSError says so in words."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as e:
+        raise OSError(f"host is {host!r}: {e.strerror}; give an address of this machine") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -53,14 +53,14 @@ class FakeEngine:
 
     def __init__(self, step_s: float = 0.001, max_model_len: int = 2048, max_queued: int | None = None, bos: bool = True):
         limits = SimpleNamespace(max_model_len=max_model_len)
-        stats = dict.fromkeys(("num_preemptions", "num_steps", "scheduled_tokens", "padded_tokens", "host_seconds", "wait_seconds"), 0)
+        stats = dict.fromkeys(("num_steps", "scheduled_tokens", "padded_tokens", "host_seconds", "wait_seconds"), 0)
         self.llm = SimpleNamespace(
             tokenizer=FakeTokenizer(bos),
             config=SimpleNamespace(scheduler=limits),
             model_config=SimpleNamespace(vocab_size=VOCAB),
             generation_defaults={},
             stats=SimpleNamespace(**stats),
-            scheduler=SimpleNamespace(num_running=0, num_waiting=0),
+            scheduler=SimpleNamespace(num_running=0, num_waiting=0, num_preemptions=0),
             page_manager=SimpleNamespace(num_usable_pages=10, num_free_pages=10),
             ledger=SimpleNamespace(weights_bytes=1, pool_bytes=2),
             runner=SimpleNamespace(stats=SimpleNamespace(temp_bytes=3)),
@@ -149,10 +149,8 @@ if __name__ == "__main__":
     import argparse
 
     from jaxserve.api.serve import serve
-    from jaxserve.cli import add_serve_flags, read_flags
-    from jaxserve.config import EngineConfig, ServerConfig
+    from jaxserve.cli import add_serve_flags, read_serve_flags
 
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)
-    args = parser.parse_args()
-    sys.exit(serve(read_flags(EngineConfig, args), read_flags(ServerConfig, args), load))
+    sys.exit(serve(*read_serve_flags(parser.parse_args()), load))

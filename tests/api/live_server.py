@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 import time
 from typing import Any
@@ -18,20 +20,25 @@ from jaxserve.config import ServerConfig
 
 
 class Live:
-    """A server in a thread: `engine` is its FakeEngine, `http` an httpx client."""
+    """A server in a thread: `engine` is its FakeEngine (or an AsyncEngine, with its LLMEngine), `http` an httpx client."""
 
-    def __init__(self, engine: FakeEngine | None = None, ready: bool = True, **options):
+    def __init__(self, engine: Any = None, ready: bool = True, llm: Any = None, compiles: Any = None, **options):
         self.engine = engine or FakeEngine()
         self.state = ServerState(ServerConfig(**options), "fake-model")
         if ready:
-            self.state.ready(self.engine, self.engine.llm, Compiles())
+            self.state.ready(self.engine, llm or self.engine.llm, compiles or Compiles())
         listener = bind("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.base = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(uvicorn.Config(create_app(self.state), lifespan="off", log_level="critical"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(listener)), daemon=True)
         self._thread.start()
         self.http = httpx.Client(base_url=self.base, timeout=30, trust_env=False)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        self.engine.start()
+        await self._server.serve(sockets=[listener])
+        await self.engine.shutdown(1)
 
     def post(self, path: str, **body):
         return self.http.post(path, json=body)

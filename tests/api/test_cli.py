@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import add_flags, add_serve_flags, given_options, main, read_flags
+from jaxserve.cli import add_serve_flags, main, read_serve_flags
 from jaxserve.config import EngineConfig, ServerConfig, layers
+from jaxserve.flags import add_flags, given_options
 from jaxserve.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 def parse(*argv: str) -> tuple[EngineConfig, ServerConfig]:
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)
-    args = parser.parse_args(argv)
-    return read_flags(EngineConfig, args), read_flags(ServerConfig, args)
+    return read_serve_flags(parser.parse_args(argv))
 
 
 def test_no_flags_are_the_defaults() -> None:
@@ -65,11 +65,22 @@ def test_wrong_flags_are_refused(argv: list[str], capsys: pytest.CaptureFixture[
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("port", "70000"), ("port", "-1"), ("api-key", ""), ("api-key", " k"), ("shutdown-timeout", "-1"), ("shutdown-timeout", "nan"),
+     ("max-request-bytes", "0"), ("metrics-prefix", "9x"), ("served-model-name", ""), ("host", "no such host")],
+)  # fmt: skip
+def test_impossible_server_options_are_one_line(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "DIR", f"--{flag}={value}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jaxserve: error: {flag.replace('-', '_')} is ")
+
+
 def test_booleans_have_two_flags() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, SamplingParams)
     args = parser.parse_args(["--ignore-eos", "--no-skip-special-tokens", "--stop", "a", "b", "--seed", "3"])
-    assert given_options(SamplingParams, args) == {"ignore_eos": True, "skip_special_tokens": False, "stop": ("a", "b"), "seed": 3}
+    assert given_options(args, SamplingParams) == {"ignore_eos": True, "skip_special_tokens": False, "stop": ("a", "b"), "seed": 3}
 
 
 def test_a_wrong_sampling_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,8 @@ def test_the_drain_has_a_limit(start) -> None:
 def test_a_second_signal_ends_at_once(start) -> None:
     process = start("fake").ready()
     with stream(process, 5000) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()
+        next(lines)
         process.process.send_signal(signal.SIGTERM)
         assert wait_until(lambda: process.health() == 503, 2)
         process.process.send_signal(signal.SIGTERM)
