@@ -6,60 +6,55 @@ import argparse
 import dataclasses
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config import layers
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add a flag for each field of a (composed) config class; fields marked positional are left to the caller.
+def add_flags(parser: Any, cls: type, leave_out: Sequence[str] = ()) -> None:
+    """A flag for each field of a config class and of the configs nested in it; `parser` may be a group of one.
 
-    A flag that is not given leaves no attribute, so that the config's own default stands.
+    A flag that is not given leaves no attribute, so that the class's own default stands.
     """
-    for kind in [*layers(cls).values(), cls]:
-        hints = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            if "help" in field.metadata and not field.metadata.get("positional"):
-                _add_flag(parser, field, hints[field.name])
+    nested, hints = layers(cls), typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in nested:
+            add_flags(parser, nested[field.name], leave_out)
+        elif field.name not in leave_out:
+            _add_flag(parser, field, hints[field.name])
 
 
-def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The options of `cls` that were given on the command line, by flat field name."""
-    kinds = [*layers(cls).values(), cls]
-    names = {f.name for kind in kinds for f in dataclasses.fields(kind) if "help" in f.metadata and not f.metadata.get("positional")}
-    return {name: value for name, value in vars(args).items() if name in names}
+def given_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of `cls` that were given, by field name."""
+    names = {f.name for kind in (cls, *layers(cls).values()) for f in dataclasses.fields(kind)}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: Any) -> None:
-    flag, metadata = "--" + field.name.replace("_", "-"), field.metadata
-    element, repeated = _element(hint)
-    text = metadata["help"].replace("%", "%%")
-    if "default:" not in text and field.default is not None:
-        text += f" (default: {field.default})".replace("%", "%%")
-    common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-    if element is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+def _add_flag(parser: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    kind, several = _value_type(hint)
+    text = field.metadata.get("help", "")
+    if field.metadata.get("positional"):
+        parser.add_argument(field.name, metavar=field.name.upper(), help=text)
         return
-    if metadata.get("choices"):
-        common["choices"] = metadata["choices"]
-    parser.add_argument(flag, type=_Tuple(element) if repeated else element, metavar=None if metadata.get("choices") else "VALUE", **common)
+    if field.default not in (None, (), "") and "default:" not in text:
+        text += f" (default: {field.default})"
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"], options["metavar"] = kind, kind.__name__.upper()
+        if several:
+            options["nargs"] = "+"
+        if "choices" in field.metadata:
+            options["choices"], options["metavar"] = field.metadata["choices"], None
+    parser.add_argument("--" + field.name.replace("_", "-"), **options)
 
 
-def _element(hint: Any) -> tuple[Any, bool]:
-    """The type that one word of the flag is read as, and whether the flag takes several, separated by commas."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+def _value_type(hint: Any) -> tuple[type, bool]:
+    """(type of one value, whether there are several) of `T`, `T | None`, `tuple[T, ...]` and `tuple[T, ...] | None`."""
+    if isinstance(hint, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0], True
     return hint, False
-
-
-class _Tuple:
-    """Reads "1,2,3" as (1, 2, 3)."""
-
-    def __init__(self, element: Any):
-        self.element = element
-        self.__name__ = f"comma-separated {element.__name__}"  # argparse names the type in its messages by this
-
-    def __call__(self, text: str) -> tuple[Any, ...]:
-        return tuple(self.element(part) for part in text.split(",") if part)

@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 from fake_llm import FakeLLM, rows
 
-from jaxserve.evaluation.command import TASKS, build_task
+from jaxserve.evaluation.cli import TASKS, build_task
 from jaxserve.evaluation.gsm8k import Gsm8k, flexible_answer, strict_answer
 from jaxserve.evaluation.multiple_choice import MultipleChoice, parse_options, split_tokens
 from jaxserve.evaluation.perplexity import Perplexity
