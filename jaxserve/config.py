@@ -10,8 +10,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that is also a command-line flag: `help` is its one-line text, `choices` limits it."""
-    return field(default=default, metadata={"help": help, **metadata})
+    """A dataclass field that is also a command-line flag: `help` is its one-line text, `choices` limits it, `secret` keeps it out of logs."""
+    return field(default=default, repr=not metadata.get("secret", False), metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     attention_backend: str = option("auto", "paged attention implementation; auto: the best for the device", choices=("auto", "xla", "reference"))
+    layer_loop: str = option(
+        "auto", "rolled: one loop over the layers, compiles 4 times faster; unrolled: what accelerators run faster", choices=("auto", "rolled", "unrolled")
+    )
     seed: int = option(0, "base of the seeds of requests that bring none")
     compilation_cache_dir: str | None = option(None, "where compiled programs are kept; default: ~/.cache/jaxserve/xla; 'none' keeps none")
 
@@ -128,7 +131,7 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on")
     served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: the model as given")
-    api_key: str | None = option(None, "key that every request must bring")
+    api_key: str | None = option(None, "key that every request but /health must bring", secret=True)
     chat_template: str | None = option(None, "file with a Jinja chat template, or the template itself")
     allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from")
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")

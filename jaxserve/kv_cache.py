@@ -16,10 +16,27 @@ from jaxserve.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The pool: a page id names the same page in every layer. Page 0 is the dummy page, where padding writes."""
+    """The pool: a page id names the same page in every layer. Page 0 is the dummy page, which no request owns.
 
-    k_pages: tuple[jax.Array, ...]  # one array a layer, in the attention backend's layout
+    One pair of arrays a layer, or, stacked, one pair for all layers, in which the pages of layer i start at i * (pages a layer).
+    """
+
+    k_pages: tuple[jax.Array, ...]  # in the attention backend's layout
     v_pages: tuple[jax.Array, ...]
+
+    @property
+    def stacked(self) -> bool:
+        return len(self.k_pages) == 1
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in one array."""
+        return self.k_pages[0].shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pages of one array hold."""
+        return self.num_pages * self.k_pages[0].shape[1]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype) -> int:
@@ -27,10 +44,10 @@ def page_bytes(config: ModelConfig, page_size: int, dtype) -> int:
     return 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim * np.dtype(jnp.dtype(dtype)).itemsize
 
 
-def abstract_kv_cache(config: ModelConfig, num_pages: int, page_size: int, dtype, mesh: Mesh, backend: str) -> KVCache:
-    """The pool's shapes and shardings: KV heads are split over the tensor axis."""
-    shape = pallas_kernels.pool_shape(num_pages, page_size, config.num_kv_heads, config.head_dim, backend)
-    axes = pallas_kernels.pool_axes(backend)
-    spec = PartitionSpec(*("tensor" if axis == "kv_heads" else None for axis in axes))
-    layer = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    return KVCache((layer,) * config.num_layers, (layer,) * config.num_layers)
+def abstract_kv_cache(config: ModelConfig, num_pages: int, page_size: int, dtype, mesh: Mesh, backend: str, stacked: bool) -> KVCache:
+    """The pool's shapes and shardings, num_pages a layer: KV heads are split over the tensor axis."""
+    num_arrays, layers_each = (1, config.num_layers) if stacked else (config.num_layers, 1)
+    shape = pallas_kernels.pool_shape(num_pages * layers_each, page_size, config.num_kv_heads, config.head_dim, backend)
+    spec = PartitionSpec(*("tensor" if axis == "kv_heads" else None for axis in pallas_kernels.pool_axes(backend)))
+    pages = (jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)),) * num_arrays
+    return KVCache(pages, pages)

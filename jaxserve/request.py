@@ -30,7 +30,7 @@ class Request:
     """One sequence: a prompt, its sampling settings and its progress. A request with n > 1 becomes n of these.
 
     `num_computed_tokens` counts the tokens whose keys and values are in the pool or will be when the dispatched steps have run.
-    `num_pending_tokens` is 1 while a sampled token is still on the device, else 0.
+    `num_pending_tokens` counts tokens that dispatched steps sample and that are not in `output_token_ids` yet.
     """
 
     request_id: str
@@ -116,4 +116,8 @@ class RequestOutput:
 
 
 class QueueFull(Exception):
-    """More requests wait than max_num_queued_requests allows; the same request may be sent again later."""
+    """Too many requests wait, the message names max_num_queued_requests; the same request may be sent again later."""
+
+
+class EngineStopped(Exception):
+    """The engine is shutting down, or its thread died; the message says which."""

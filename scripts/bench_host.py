@@ -1,16 +1,19 @@
 """Time the host's work for one decode step: prints JSON with the median and 99th percentile in milliseconds.
 
-Runs `schedule` and `update` with depth-1 overlap, as the engine does, on a full batch of requests that all decode.
+Runs `schedule`, the packing of the model's input and `update` with depth-1 overlap, as the engine does, on a full batch of greedy
+requests that all decode; no device takes part.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import time
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.engine.input_batch import Bucket, InputLayout
 from jaxserve.engine.page_manager import PageManager
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import Request
@@ -34,19 +37,24 @@ def decoding_scheduler(num_rows: int, num_prompt_tokens: int, max_tokens: int, p
 
 
 def measure(num_rows: int, num_steps: int, num_prompt_tokens: int = 512, page_size: int = 16) -> dict[str, dict[str, float]]:
-    scheduler = decoding_scheduler(num_rows, num_prompt_tokens, num_steps + 10, page_size)
-    sampled = [7] * num_rows
+    max_tokens = num_steps + 10
+    scheduler = decoding_scheduler(num_rows, num_prompt_tokens, max_tokens, page_size)
+    layout = InputLayout(Bucket(num_rows, num_rows, True), scheduler.page_manager.num_pages_for(num_prompt_tokens + max_tokens), page_size)
+    sampled, prev_rows = [7] * num_rows, {f"request-{i}": i for i in range(num_rows)}
     in_flight = scheduler.schedule()
-    times: dict[str, list[float]] = {"schedule": [], "update": [], "total": []}
+    times: dict[str, list[float]] = {"schedule": [], "pack": [], "update": [], "total": []}
     for _ in range(num_steps):
-        t0 = time.perf_counter()
+        clock = [time.perf_counter()]
         scheduled = scheduler.schedule()
-        t1 = time.perf_counter()
-        assert in_flight is not None
+        clock.append(time.perf_counter())
+        if not scheduled or not in_flight:
+            raise RuntimeError("a step is empty, although all requests have tokens left")
+        layout.pack(scheduled, prev_rows)
+        clock.append(time.perf_counter())
         scheduler.update(in_flight, sampled)
-        t2 = time.perf_counter()
+        clock.append(time.perf_counter())
         in_flight = scheduled
-        for name, seconds in (("schedule", t1 - t0), ("update", t2 - t1), ("total", t2 - t0)):
+        for name, seconds in zip(times, [*(b - a for a, b in itertools.pairwise(clock)), clock[-1] - clock[0]], strict=True):
             times[name].append(seconds)
     return {name: percentiles(values) for name, values in times.items()}
 
@@ -54,7 +62,7 @@ def measure(num_rows: int, num_steps: int, num_prompt_tokens: int = 512, page_si
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=256, help="decoding requests in the batch")
-    parser.add_argument("--steps", type=int, default=2000, help="steps to time")
+    parser.add_argument("--steps", type=int, default=1000, help="steps to time")
     args = parser.parse_args()
     if args.rows < 1 or args.steps < 1:
         parser.error("--rows and --steps must be at least 1")

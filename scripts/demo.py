@@ -19,7 +19,8 @@ Serving on http://{host}:{port} - Ctrl-C stops it. In another terminal:
 
 curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
   "model": "{name}",
-  "messages": [{{"role": "user", "content": "{question}"}}]
+  "messages": [{{"role": "user", "content": "{question}"}}],
+  "temperature": 0
 }}'
 
 or, with {python}:
@@ -29,6 +30,7 @@ client = OpenAI(base_url="http://{host}:{port}/v1", api_key="none")
 stream = client.chat.completions.create(
     model="{name}",
     messages=[{{"role": "user", "content": "{question}"}}],
+    temperature=0,
     stream=True,
 )
 for chunk in stream:

@@ -23,6 +23,8 @@ LEVELS = (
         "jaxserve.sampler",
         "jaxserve.sharding",
         "jaxserve.tokenizer",
+        "jaxserve.detokenizer",
+        "jaxserve.gguf_tokenizer",
     ),
     ("jaxserve.engine", "jaxserve.engine.model_runner", "jaxserve.engine.scheduler"),
     ("jaxserve.engine.llm_engine", "jaxserve.engine.output_processor"),

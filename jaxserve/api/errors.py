@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import http
+import logging
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+
+log = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -59,16 +64,41 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the envelope."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
-    messages = {404: f"there is no route {path}", 405: f"{path} does not take {method}; it takes {(error.headers or {}).get('Allow', 'another')}"}
+    messages = {
+        404: f"there is no route {path}",
+        405: f"{path} does not take {method}; it takes {(error.headers or {}).get('Allow', 'another')}",
+    }
     message = messages.get(error.status_code, error.detail)
     response = ApiError(error.status_code, message, code=http.HTTPStatus(error.status_code).name.lower()).response()
     response.headers.update(error.headers or {})
     return response
 
 
-async def on_exception(request: Request, error: Exception) -> Response:
-    """500 for a fault of ours; the server logs its traceback, the client gets no internals."""
-    return ApiError(500, "internal server error; the server's log has the details", code="internal_error").response()
+HANDLERS: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_exception}
 
 
-HANDLERS: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_exception, Exception: on_exception}
+def internal_error() -> ApiError:
+    """The 500 for a fault of ours: the log has its traceback, the client gets no internals."""
+    return ApiError(500, "internal server error; the server's log has the details", code="internal_error")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was complete."""
+
+
+def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint with its faults logged and answered here; further out they would cost the client its connection and the CORS headers."""
+
+    @functools.wraps(endpoint)
+    async def call(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except (ApiError, HTTPException):
+            raise
+        except (ClientGone, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+        except Exception:
+            log.exception("%s %s failed", request.method, request.url.path)
+            return internal_error().response()
+
+    return call

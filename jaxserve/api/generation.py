@@ -3,67 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.requests import Request
 
-from jaxserve.api.errors import from_value_error, unavailable
+from jaxserve.api.errors import ClientGone, from_value_error
 from jaxserve.api.metrics import PromptTracker
 from jaxserve.api.state import Prompt, ServerState
-from jaxserve.request import FinishReason, QueueFull, RequestOutput
+from jaxserve.request import EngineStopped, QueueFull, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 T = TypeVar("T")
-_PARAMS = set(SamplingParams.__dataclass_fields__) | {"prompt"}
-
-
-class ClientGone(Exception):
-    """The client closed the connection before the answer was complete."""
+_PARAMS = set(SamplingParams.__dataclass_fields__)
 
 
 async def generate(
-    state: ServerState, prompts: list[Prompt], params: SamplingParams, request_id: str, arrival_s: float
-) -> AsyncIterator[tuple[int, RequestOutput]]:
+    state: ServerState, prompts: list[Prompt], params: SamplingParams, request_id: str, arrival_s: float, prompt_field: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(prompt index, new output) as the engine makes them; closing it aborts all. Refusals are raised before the first item."""
     if len(prompts) == 1:
-        async with aclosing(_one(state, prompts[0], params, request_id, arrival_s)) as outputs:
+        async with aclosing(_one(state, prompts[0], params, request_id, arrival_s, prompt_field)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    sources = [_one(state, p, params, f"{request_id}-{i}", arrival_s) for i, p in enumerate(prompts)]
+    sources = [_one(state, p, params, f"{request_id}-{i}", arrival_s, prompt_field) for i, p in enumerate(prompts)]
     async with aclosing(_merge(sources)) as merged:
         async for item in merged:
             yield item
 
 
-async def _one(state: ServerState, prompt: Prompt, params: SamplingParams, request_id: str, arrival_s: float) -> AsyncIterator[RequestOutput]:
+async def _one(
+    state: ServerState, prompt: Prompt, params: SamplingParams, request_id: str, arrival_s: float, prompt_field: str
+) -> AsyncGenerator[RequestOutput, None]:
     tracker = PromptTracker(state.metrics, params.n, arrival_s)
     try:
         async with aclosing(state.engine.generate(prompt.token_ids, params, request_id, prompt.text)) as outputs:
             async for output in outputs:
                 tracker.add(output)
-                if any(c.finish_reason is FinishReason.ABORT for c in output.outputs):
-                    raise unavailable("the request was ended because the server is shutting down", "shutting_down")
                 yield output
+    except EngineStopped as e:
+        raise state.engine_stopped(e) from e
     except QueueFull as e:
         tracker.forget()
         raise state.queue_full(e) from None
     except ValueError as e:
         tracker.forget()
-        raise from_value_error(e, _PARAMS, "prompt") from None
+        raise from_value_error(e, _PARAMS, prompt_field) from None
     finally:
         tracker.close()
 
 
-async def _merge(sources: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merge(sources: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Items of several iterators as they come, with the iterator's index; the first exception ends all."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
 
-    async def pump(i: int, source: AsyncIterator[RequestOutput]) -> None:
+    async def pump(i: int, source: AsyncGenerator[RequestOutput, None]) -> None:
         try:
-            async with aclosing(source):  # type: ignore[type-var]
+            async with aclosing(source):
                 async for output in source:
                     queue.put_nowait((i, output))
             queue.put_nowait((i, None))

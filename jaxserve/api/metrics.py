@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from jaxserve.request import FinishReason, RequestOutput
+from jaxserve.api.engine_metrics import EngineCollector
+from jaxserve.request import FinishReason, Request, RequestOutput
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
-
-# (EngineStats field, metric, help) of the counters and gauges that are copied as they are
-_COUNTERS = (
-    ("num_preemptions", "num_preemptions", "requests put back to the queue because the page pool was full"),
-    ("num_steps", "engine_steps", "steps of the engine"),
-    ("scheduled_tokens", "scheduled_tokens", "tokens computed in steps"),
-    ("padded_tokens", "padded_tokens", "padding computed in steps beside the scheduled tokens"),
-    ("compiles", "compiles", "programs compiled"),
-    ("compiles_after_ready", "compiles_after_ready", "programs compiled while serving; anything but 0 is a fault"),
-    ("compile_seconds", "compile_seconds", "time spent compiling programs"),
-    ("host_seconds", "host_gap_seconds", "host time of steps in which the device had nothing to do"),
-)
-_GAUGES = (
-    ("num_requests_running", "num_requests_running", "sequences that are being computed"),
-    ("num_requests_waiting", "num_requests_waiting", "sequences that wait for their first step"),
-    ("weights_bytes", "weights_bytes", "device memory of the weights"),
-    ("kv_cache_bytes", "kv_cache_bytes", "device memory of the page pool"),
-)
 
 
 class Metrics:
@@ -48,12 +28,19 @@ class Metrics:
         self.finished = {r: finished.labels(model_name, r.value) for r in FinishReason}
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "from arrival to the first token", _TTFT)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "between tokens of a sequence", _ITL)
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "from arrival to the end of a sequence, aborts left out", _LATENCY)
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "from arrival to the end of a sequence, aborts left out", _LATENCY
+        )
         self.queue_time = self._histogram("request_queue_time_seconds", "from arrival to the first step", _LATENCY)
 
-    def watch(self, stats: Any) -> None:
-        """Serve the fields of an EngineStats from now on."""
-        self.registry.register(_EngineCollector(stats, self._prefix, self._model_name))
+    def watch(self, llm: Any, compiles: Any) -> None:
+        """Serve the numbers of an LLMEngine and a CompileCounter from now on."""
+        self.registry.register(EngineCollector(llm, compiles, self._prefix, self._model_name))
+
+    def on_finish(self, request: Request) -> None:
+        """Take the queue time of a sequence that ended."""
+        if request.scheduled_time_s is not None:
+            self.queue_time.observe(request.scheduled_time_s - request.arrival_time_s)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format 0.0.4."""
@@ -65,31 +52,6 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(self._prefix + name, help, ["model_name"], registry=self.registry, buckets=buckets)
         return made.labels(self._model_name)
-
-
-class _EngineCollector(Collector):
-    """Turns EngineStats into metric families at each scrape."""
-
-    def __init__(self, stats: Any, prefix: str, model_name: str) -> None:
-        self._stats, self._prefix, self._model_name = stats, prefix, model_name
-
-    def collect(self) -> Iterator[Metric]:
-        for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-            for attribute, name, help in table:
-                family = kind(self._prefix + name, help, labels=["model_name"])
-                family.add_metric([self._model_name], getattr(self._stats, attribute))
-                yield family
-        used, free, total = self._stats.pages_used, self._stats.pages_free, self._stats.pages_total
-        usage = GaugeMetricFamily(self._prefix + "kv_cache_usage_perc", "used share of the page pool, 0 to 1", labels=["model_name"])
-        usage.add_metric([self._model_name], used / total if total else 0.0)
-        yield usage
-        pages = GaugeMetricFamily(self._prefix + "pages", "pages of the pool by state", labels=["model_name", "state"])
-        pages.add_metric([self._model_name, "used"], used)
-        pages.add_metric([self._model_name, "free"], free)
-        yield pages
-
-    def describe(self) -> list[Metric]:
-        return []  # the names are known only to collect(); registering must not read the engine
 
 
 class PromptTracker:

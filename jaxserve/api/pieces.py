@@ -63,12 +63,13 @@ class CompletionPieces:
                 entries = self._prompt_logprobs.get(prompt_index, []) + entries
             self._started.add(piece.index)
             if self._params.logprobs is not None and token_ids:
-                piece.logprobs = self._of(piece.index, self._params.logprobs).add(token_ids, entries)
+                piece.logprobs = self._of(piece.index, prompt_index, self._params.logprobs).add(token_ids, entries)
             yield piece
 
-    def _of(self, index: int, num_top: int) -> CompletionLogprobs:
+    def _of(self, index: int, prompt_index: int, num_top: int) -> CompletionLogprobs:
         if index not in self._logprobs:
-            self._logprobs[index] = CompletionLogprobs(self._tokenizer, num_top, self._params.skip_special_tokens)
+            before = [] if self._echo else self._prompts[prompt_index].token_ids
+            self._logprobs[index] = CompletionLogprobs(self._tokenizer, num_top, self._params.skip_special_tokens, before)
         return self._logprobs[index]
 
     def _prompt_text(self, prompt_index: int) -> str:

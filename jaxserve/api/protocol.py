@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -39,7 +40,16 @@ _CHAT_UNSUPPORTED = {
     "web_search_options": (),
 }
 
-Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("give a string or a list of strings")
+    return value
+
+
+Strings = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class StreamOptions(BaseModel):
@@ -110,7 +120,9 @@ class CompletionBody(GenerationBody):
                 return [p]
             if all(isinstance(x, list) and x and _ids(x) for x in p):
                 return p
-        message = f"prompt is {_short(p)}; give a string, a list of strings, a list of token ids or a list of such lists, none of them empty"
+        message = (
+            f"prompt is {_short(p)}; give a string, a list of strings, a list of token ids or a list of such lists, none of them empty"
+        )
         raise bad_request(message, "prompt", "invalid_value")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
@@ -185,7 +197,7 @@ def parse(cls: type[Any], body: dict[str, Any]) -> Any:
     for name in [n for n in body if n in cls.UNSUPPORTED]:
         value, neutral = body[name], cls.UNSUPPORTED[name]
         if value is not None and not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral):
-            message = f"{name} is not supported by this server; leave it out" + (f" or give {neutral[0]!r}" if neutral else "")
+            message = f"{name} is not supported by this server; leave it out" + (f" or give {json.dumps(neutral[0])}" if neutral else "")
             raise bad_request(message, name, "unsupported_parameter")
     try:
         made = cls.model_validate({k: v for k, v in body.items() if k not in cls.UNSUPPORTED})
@@ -203,7 +215,7 @@ def _from_validation(error: ValidationError) -> ApiError:
         return bad_request(f"unknown field {param}; leave it out", param, "unknown_parameter")
     if first["type"] == "missing":
         return bad_request(f"{param} is missing", param, "missing_required_parameter")
-    return bad_request(f"{param} is {_short(first['input'])}; {_lower(first['msg'])}", param, "invalid_type")
+    return bad_request(f"{param} is {_short(first['input'])}; {_lower(first['msg'].removeprefix('Value error, '))}", param, "invalid_type")
 
 
 def _sampling_params(fields: dict[str, Any]) -> SamplingParams:

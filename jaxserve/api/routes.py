@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -17,8 +17,8 @@ from starlette.routing import Route
 
 import jaxserve
 from jaxserve.api.body import read_json
-from jaxserve.api.errors import ApiError, bad_request
-from jaxserve.api.generation import ClientGone, generate, until_disconnect
+from jaxserve.api.errors import ApiError, bad_request, guarded, internal_error
+from jaxserve.api.generation import generate, until_disconnect
 from jaxserve.api.messages import normalise
 from jaxserve.api.pieces import ChatPieces, CompletionPieces, Piece, join
 from jaxserve.api.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
@@ -77,19 +77,16 @@ async def _answer(
     request_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
     name = ("chat.completion.chunk" if body.stream else "chat.completion") if chat else "text_completion"
     head = {"id": request_id, "object": name, "created": int(time.time()), "model": model}
-    outputs = generate(_state(request), prompts, params, request_id, arrival_s)
+    outputs = generate(_state(request), prompts, params, request_id, arrival_s, "messages" if chat else "prompt")
     source = _pieces(outputs, pieces)
-    try:
-        if not body.stream:
-            return JSONResponse(await until_disconnect(request, _collect(source, head, prompts, chat)))
-        first = await until_disconnect(request, anext(source))
-    except ClientGone:
-        return Response(status_code=499)
+    if not body.stream:
+        return JSONResponse(await until_disconnect(request, _collect(source, head, prompts, chat)))
+    first = await until_disconnect(request, anext(source))
     writer = ChunkWriter(head, chat, body.include_usage)
     return EventStream(_events(writer, first, source, prompts, params.n if chat else 0, body.include_usage))
 
 
-async def _pieces(outputs: Any, pieces: ChatPieces | CompletionPieces) -> AsyncIterator[list[Piece]]:
+async def _pieces(outputs: Any, pieces: ChatPieces | CompletionPieces) -> AsyncGenerator[list[Piece], None]:
     async with aclosing(outputs):
         async for prompt_index, output in outputs:
             yield list(pieces.make(prompt_index, output))
@@ -118,7 +115,7 @@ def _usage(prompts: list[Prompt], num_output: int) -> dict[str, int]:
 
 async def _events(
     writer: ChunkWriter, first: list[Piece], source: Any, prompts: list[Prompt], num_roles: int, include_usage: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     num_output, new = 0, first
     async with aclosing(source):
         yield b"".join(writer.role(i) for i in range(num_roles))
@@ -135,7 +132,7 @@ async def _events(
             yield error_event(e)
         except Exception:
             log.exception("a stream failed")
-            yield error_event(ApiError(500, "internal server error; the server's log has the details", code="internal_error"))
+            yield error_event(internal_error())
 
 
 async def models(request: Request) -> Response:
@@ -206,14 +203,15 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": jaxserve.__version__})
 
 
-ROUTES = [
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/models", models),
-    Route("/v1/models/{name:path}", model),
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/health", health),
-    Route("/metrics", metrics),
-    Route("/version", version),
-]
+_ENDPOINTS: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
+    ("POST", "/v1/completions"): completions,
+    ("POST", "/v1/chat/completions"): chat_completions,
+    ("GET", "/v1/models"): models,
+    ("GET", "/v1/models/{name:path}"): model,
+    ("POST", "/tokenize"): tokenize,
+    ("POST", "/detokenize"): detokenize,
+    ("GET", "/health"): health,
+    ("GET", "/metrics"): metrics,
+    ("GET", "/version"): version,
+}
+ROUTES = [Route(path, guarded(endpoint), methods=[method]) for (method, path), endpoint in _ENDPOINTS.items()]

@@ -7,15 +7,17 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxserve.api.errors import ApiError, bad_request, from_value_error, unavailable
 from jaxserve.api.metrics import Metrics
 from jaxserve.config import ServerConfig
-from jaxserve.request import QueueFull
+from jaxserve.request import EngineStopped, QueueFull
+from jaxserve.tokenizer import read_chat_template
 
 T = TypeVar("T")
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")  # what a model's generation_config.json may set
+_ENGINE_FAILED = "the engine has failed; the server must be restarted, its log has the cause"
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread, so that streams go on meanwhile
 
 
@@ -55,10 +57,12 @@ class ServerState:
     def names(self) -> tuple[str, ...]:
         return self.config.served_model_name or (self.model,)
 
-    def ready(self, engine: Any, llm: Any, generation_defaults: dict[str, Any] | None = None) -> None:
-        """From now on requests are served."""
-        self.engine, self.llm, self.generation_defaults = engine, llm, generation_defaults or {}
-        self.metrics.watch(llm.stats)
+    def ready(self, engine: Any, llm: Any, compiles: Any) -> None:
+        """From now on requests are served; `compiles` is the process's CompileCounter."""
+        self.engine, self.llm = engine, llm
+        self.generation_defaults = {k: v for k, v in llm.generation_defaults.items() if k in _DEFAULTS and v is not None}
+        engine.on_finish = self.metrics.on_finish
+        self.metrics.watch(llm, compiles)
         self.status = Status.READY
 
     def health(self) -> tuple[int, str]:
@@ -73,7 +77,7 @@ class ServerState:
         if self.status is Status.DRAINING:
             raise unavailable("the server is shutting down", "shutting_down")
         if not self.engine.is_healthy:
-            raise ApiError(500, "the engine has failed; restart the server, its log has the cause", code="engine_failed")
+            raise ApiError(500, _ENGINE_FAILED, code="engine_failed")
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; 404 for a model that is not served. No name means the served one."""
@@ -88,6 +92,14 @@ class ServerState:
             self.engine.check_capacity(num_sequences)
         except QueueFull as e:
             raise self.queue_full(e) from None
+        except EngineStopped as e:
+            raise self.engine_stopped(e) from None
+
+    def engine_stopped(self, error: EngineStopped) -> ApiError:
+        """503 while shutting down; 500 if the engine's thread died."""
+        if self.status is Status.DRAINING:
+            return unavailable(str(error), "shutting_down")
+        return ApiError(500, _ENGINE_FAILED, code="engine_failed")
 
     def queue_full(self, error: QueueFull) -> ApiError:
         self.metrics.rejections.inc()
@@ -96,7 +108,9 @@ class ServerState:
     @property
     def tokenizer(self) -> Any:
         if self.llm.tokenizer is None:
-            raise bad_request("this model has no tokenizer; send prompts as token ids and give --tokenizer to serve text", code="no_tokenizer")
+            raise bad_request(
+                "this model has no tokenizer; send prompts as token ids and give --tokenizer to serve text", code="no_tokenizer"
+            )
         return self.llm.tokenizer
 
     async def encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
@@ -128,15 +142,3 @@ class ServerState:
 
 async def _offload(size: int, work: Callable[[], T]) -> T:
     return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
-
-
-def read_chat_template(option: str | None) -> str | None:
-    """The template of --chat-template: the file's text, or the option itself if it holds Jinja marks."""
-    if option is None:
-        return None
-    if "{%" in option or "{{" in option:
-        return option
-    path = Path(option)
-    if not path.is_file():
-        raise ValueError(f"--chat-template {option!r} is neither a file nor a Jinja template")
-    return path.read_text(encoding="utf-8")

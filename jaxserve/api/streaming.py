@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
@@ -62,12 +62,12 @@ def error_event(error: ApiError) -> bytes:
 class EventStream(StreamingResponse):
     """Sends events and closes their source at the end, whatever the end is: complete, failed, or the client gone."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
 
     async def stream_response(self, send: Send) -> None:
-        async with aclosing(self._events):  # type: ignore[type-var]
+        async with aclosing(self._events):
             await super().stream_response(send)
 
 

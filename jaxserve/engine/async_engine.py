@@ -10,16 +10,8 @@ from collections.abc import AsyncIterator, Callable
 
 from jaxserve.engine.llm_engine import LLMEngine
 from jaxserve.engine.output_processor import SequenceProcessor
-from jaxserve.request import FinishReason, Request, RequestOutput, TokenOutput
+from jaxserve.request import EngineStopped, FinishReason, QueueFull, Request, RequestOutput, TokenOutput
 from jaxserve.sampling_params import SamplingParams
-
-
-class QueueFull(Exception):
-    """Too many requests wait; the message names max_num_queued_requests."""
-
-
-class EngineStopped(Exception):
-    """The engine is shutting down, or its thread died; the message says which."""
 
 
 class AsyncEngine:

@@ -63,6 +63,8 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str):
         self.config, self.model_config, self.mesh, self.backend = config, model_config, mesh, backend
+        platform = mesh.devices.flat[0].platform
+        self.rolled = platform == "cpu" if config.layer_loop == "auto" else config.layer_loop == "rolled"
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.graphdef, state = nnx.split(model)
         weights, self.treedef = jax.tree.flatten(state)
@@ -83,7 +85,7 @@ class ModelRunner:
     def compile(self, num_pages: int, progress: bool = False) -> None:
         """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more."""
         start = time.perf_counter()
-        pool = abstract_kv_cache(self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend)
+        pool = abstract_kv_cache(self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend, self.rolled)
         jobs = self._jobs(pool)
         bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
         with ThreadPoolExecutor(max_workers=2) as threads:

@@ -59,7 +59,8 @@ class Scheduler:
       this step leaves a quarter to those behind it, so that short prompts need not wait for a long one; what they do not use comes
       back to it.
     - A waiting request is admitted when all its known tokens fit into free pages and one more page is free for each running request.
-      So prompts never run out of pages half way, and a new request is not preempted by the very next tokens of the old ones.
+      So prompts never run out of pages half way, a new request is not preempted by the very next tokens of the old ones, and one
+      just preempted, whose pages are less than enough, does not come back in the same step.
     """
 
     def __init__(self, config: SchedulerConfig, page_manager: PageManager):
@@ -143,7 +144,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step; None when there is nothing to compute now: no request is left, or all depend on a step not yet updated."""
         decodes, prompts, preempted = self._schedule_decodes()
-        chunks = self._schedule_prompts(prompts, self.max_num_batched_tokens - len(decodes), may_admit=not preempted)
+        chunks = self._schedule_prompts(prompts, self.max_num_batched_tokens - len(decodes))
         num_tokens = len(decodes)
         prefills = []
         for row in chunks:
@@ -199,10 +200,10 @@ class Scheduler:
         request.block_table += self.page_manager.allocate(1)
         return True
 
-    def _schedule_prompts(self, prompts: list[Request], budget: int, may_admit: bool) -> list[ScheduledRow]:
+    def _schedule_prompts(self, prompts: list[Request], budget: int) -> list[ScheduledRow]:
         """Share `budget` tokens among the running `prompts` and newly admitted requests."""
         rows = []
-        requests = chain(prompts, self._admit() if may_admit else ())
+        requests = chain(prompts, self._admit())
         while budget and (request := next(requests, None)):
             num_left = request.num_tokens - request.num_computed_tokens
             num_tokens = num_left if num_left <= budget else max(1, budget * 3 // 4)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.layers import stack
 from jaxserve.sharding import param
 
 
@@ -20,9 +21,12 @@ class Linear(nnx.Module):
         self.bias = param(out, dtype, axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...]
-        y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype)
-        return y if self.bias is None else y + self.bias[...]
+        y = stack.apply(_matmul, x, self.kernel)
+        return y if self.bias is None else y + stack.value(self.bias)
+
+
+def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
 
 class Embedding(nnx.Module):

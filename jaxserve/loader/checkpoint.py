@@ -18,6 +18,7 @@ class SourceTensor:
     """A stored tensor under its Hugging Face name: the shape is known at once, the values are read when asked for."""
 
     shape: tuple[int, ...]
+    dtype: np.dtype  # of what read() gives
     read: Callable[[], np.ndarray]
 
 

@@ -42,7 +42,8 @@ def open_gguf_checkpoint(path: Path) -> Checkpoint:
     tensors = {}
     for name, tensor in file.tensors.items():
         if name not in _ROPE_TENSORS:
-            tensors[_hugging_face_name(name)] = SourceTensor(tensor.shape, functools.partial(tensor.read, _row_order(file, config, tensor)))
+            read = functools.partial(tensor.read, _row_order(file, config, tensor))
+            tensors[_hugging_face_name(name)] = SourceTensor(tensor.shape, tensor.dtype, read)
     return Checkpoint(path, config, tensors, str(path))
 
 
@@ -59,7 +60,9 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
             raise ValueError(f"{file.path}: {name}.{key} is {get(key)}, but only {supported} is supported for this model")
     context = get("context_length")
     if 0 < get("attention.sliding_window", 0) < context:
-        raise ValueError(f"{file.path}: {name}.attention.sliding_window is {get('attention.sliding_window')}; only full attention is supported")
+        raise ValueError(
+            f"{file.path}: {name}.attention.sliding_window is {get('attention.sliding_window')}; only full attention is supported"
+        )
     vocab_size = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else get("vocab_size")
     eos = [file.metadata.get(f"tokenizer.ggml.{key}") for key in EOS_KEYS]
     return ModelConfig(

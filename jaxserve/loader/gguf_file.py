@@ -34,6 +34,10 @@ class GGUFTensor:
     offset: int  # bytes from the start of the file
 
     @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(_UNQUANTISED.get(self.kind, np.float32))
+
+    @property
     def num_bytes(self) -> int:
         block, size = GGML_QUANT_SIZES[self.kind]
         return int(np.prod(self.shape)) // block * size
@@ -44,7 +48,7 @@ class GGUFTensor:
         if row_order is not None:
             rows = rows[row_order]
         if self.kind in _UNQUANTISED:
-            return rows.reshape(-1).view(_UNQUANTISED[self.kind]).reshape(self.shape)
+            return rows.reshape(-1).view(self.dtype).reshape(self.shape)
         quantised = _QUANTISED[self.kind.name]
         blocks = rows.reshape(-1, quantised.type_size)
         out = aligned_empty((len(blocks), quantised.block_size), np.float32)
@@ -83,6 +87,14 @@ def open_gguf(path: Path) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
+def write_metadata(source: Path, target: Path) -> None:
+    """Copy a GGUF file without its tensors: its tokenizer and chat template in a file of their own."""
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data, 4)
+        _read_header(cursor, tensors=False)
+        target.write_bytes(data[:8] + bytes(8) + data[16 : cursor.position])  # bytes 8 to 16: the number of tensors
+
+
 def _kind(path: Path, name: str, number: int) -> GGMLQuantizationType:
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
     kind = kinds.get(number)
@@ -102,7 +114,7 @@ def _check(path: Path, tensors: dict[str, GGUFTensor], size: int) -> None:
             raise ValueError(f"{path} is truncated: tensor {tensor.name} ends at byte {end}, the file has {size}; fetch it again")
 
 
-def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
+def _read_header(cursor: _Cursor, tensors: bool = True) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]], int]:
     version = cursor.number("I")
     if version not in (2, 3):
         raise struct.error(f"version {version}, but versions 2 and 3 are supported")
@@ -112,7 +124,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], list[tuple[str, tuple
         key = cursor.string()
         metadata[key] = cursor.value(cursor.number("I"))
     infos = []
-    for _ in range(num_tensors):
+    for _ in range(num_tensors if tensors else 0):
         name = cursor.string()
         shape = tuple(cursor.number("Q") for _ in range(cursor.number("I")))[::-1]
         infos.append((name, shape or (1,), cursor.number("I"), cursor.number("Q")))

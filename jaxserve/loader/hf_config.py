@@ -40,7 +40,9 @@ def read_hf_config(directory: Path) -> ModelConfig:
     """The ModelConfig of a model directory; ValueError names the file, the key and the value that is not supported."""
     path = directory / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no config.json; give a model directory in the Hugging Face layout, a .gguf file or a hub id")
+        raise FileNotFoundError(
+            f"{directory} has no config.json; give a model directory in the Hugging Face layout, a .gguf file or a hub id"
+        )
     generation, tokenizer_eos = read_generation_config(directory), _tokenizer_eos(directory)
     return hf_model_config(read_json(path), str(path), (generation.get("eos_token_id"), tokenizer_eos))
 
@@ -154,7 +156,9 @@ def _check_supported(architecture: str, values: dict[str, Any], where: str, cont
     for key in ("quantization_config", "compression_config"):
         if values.get(key):
             method = values[key].get("quant_method") if isinstance(values[key], dict) else values[key]
-            raise ValueError(f"{where}: {key} asks for quantised weights ({method}), which are not supported; use an unquantised checkpoint or GGUF")
+            raise ValueError(
+                f"{where}: {key} asks for quantised weights ({method}), which are not supported; use an unquantised checkpoint or GGUF"
+            )
     window = values["sliding_window"]
     if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         if not values["use_sliding_window"] or values["max_window_layers"] >= values["num_hidden_layers"]:

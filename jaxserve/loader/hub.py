@@ -23,7 +23,9 @@ def resolve(model: str, weights: bool = True) -> Path:
         return _only_gguf(path) or path
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"model {model!r} is a file that does not end in .gguf; give the directory that holds config.json, or a .gguf file")
+            raise ValueError(
+                f"model {model!r} is a file that does not end in .gguf; give the directory that holds config.json, or a .gguf file"
+            )
         return path
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
         raise FileNotFoundError(f"model {model!r} does not exist; give a directory, a .gguf file or a hub id such as 'owner/name'")
@@ -43,16 +45,14 @@ def _only_gguf(directory: Path) -> Path | None:
 def _download(model: str, weights: bool) -> Path:
     # Imported here: it costs a quarter of a second, which local models need not pay.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-    from requests import RequestException
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ())]
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, RequestException) as error:
+        return Path(snapshot_download(model, allow_patterns=[*CONFIG_FILES, *(WEIGHT_FILES if weights else ())]))
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise FileNotFoundError(f"model {model!r} is no local path, and the hub refuses it: {error}") from error
+    except OSError as error:
         raise FileNotFoundError(
             f"model {model!r} is no local path, and it cannot be fetched from the hub (offline, and not in the local cache); "
             "give the path of a directory or .gguf file, or connect to the hub"
         ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise FileNotFoundError(f"model {model!r} is no local path, and the hub refuses it: {error}") from error

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.loader.checkpoint import Checkpoint
+from jaxserve.loader.checkpoint import Checkpoint, SourceTensor
 from jaxserve.loader.gguf_checkpoint import gguf_model_config, open_gguf_checkpoint
 from jaxserve.loader.gguf_file import open_gguf
 from jaxserve.loader.hf_config import read_generation_config, read_hf_config
 from jaxserve.loader.hub import resolve
-from jaxserve.loader.orbax_checkpoint import is_orbax, restore_module
+from jaxserve.loader.orbax_checkpoint import TOKENIZER_GGUF, is_orbax, restore_module
 from jaxserve.loader.safetensors_file import open_safetensors
 from jaxserve.loader.weights import fill_module
 from jaxserve.models.registry import model_class
 from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # generation_config.json's name -> SamplingParams' name, and the value that changes nothing.
 _GENERATION_FIELDS = {
@@ -57,7 +60,8 @@ def load_model(config: EngineConfig, mesh: Mesh, dtype: jax.typing.DTypeLike, pr
         model_config = read_hf_config(path)
         module = model_class(model_config.architecture)(model_config, dtype)
         restore_module(module, path, mesh)
-        generation, tokenizer = read_generation_config(path), str(path)
+        own = path / TOKENIZER_GGUF
+        generation, tokenizer = read_generation_config(path), str(own if own.exists() else path)
     else:
         checkpoint = open_checkpoint(path)
         model_config, generation, tokenizer = checkpoint.config, checkpoint.generation_config, checkpoint.tokenizer_source
@@ -74,11 +78,24 @@ def load_model_config(model: str) -> ModelConfig:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a .gguf file or a Hugging Face directory."""
+    """Open a .gguf file or a Hugging Face directory.
+
+    A tied model whose files hold an output head of other values uses that one, as in Transformers.
+    """
     if path.is_file():
         return open_gguf_checkpoint(path)
     config = read_hf_config(path)
-    return Checkpoint(path, config, open_safetensors(path), str(path), read_generation_config(path))
+    tensors = open_safetensors(path)
+    if config.tie_word_embeddings and {_EMBEDDING, _HEAD} <= set(tensors) and not _equal(tensors[_EMBEDDING], tensors[_HEAD]):
+        logger.warning("%s: tie_word_embeddings is true, but %s holds other values than %s and is used", path, _HEAD, _EMBEDDING)
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    return Checkpoint(path, config, tensors, str(path), read_generation_config(path))
+
+
+def _equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two stored matrices hold the same values; compared in pieces, so that memory stays small."""
+    a, b = one.read(), other.read()
+    return a.shape == b.shape and all(np.array_equal(a[i : i + 4096], b[i : i + 4096]) for i in range(0, len(a), 4096))
 
 
 def generation_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:

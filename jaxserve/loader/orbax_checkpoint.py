@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxserve.loader.weights import parameters
+from jaxserve.models.parameters import parameters
 from jaxserve.sharding import param_sharding
 
 DIRECTORY = "orbax"  # beside config.json and the tokenizer's files
+TOKENIZER_GGUF = "tokenizer.gguf"  # the tokenizer of a model that came from GGUF
 
 
 def is_orbax(path: Path) -> bool:
@@ -40,7 +41,7 @@ def restore_module(module: nnx.Module, path: Path, mesh: Mesh) -> None:
     target = {key: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=param_sharding(mesh, v)) for key, v in variables.items()}
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            stored = {key: tuple(entry.shape) for key, entry in checkpointer.metadata((path / DIRECTORY).absolute()).item_metadata.items()}
+            stored = {key: tuple(entry.shape) for key, entry in stored_parameters(path).items()}
             problems = _differences({key: value.shape for key, value in target.items()}, stored)
             if problems:
                 raise ValueError("the parameters do not fit config.json:\n  " + "\n  ".join(problems))
@@ -51,17 +52,20 @@ def restore_module(module: nnx.Module, path: Path, mesh: Mesh) -> None:
         variable.set_value(values[key])
 
 
+def stored_parameters(path: Path) -> dict[str, Any]:
+    """Shape and dtype of each parameter under path/orbax, as Orbax describes them; reads no values."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        return dict(checkpointer.metadata((path / DIRECTORY).absolute()).item_metadata)
+
+
 def _differences(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> list[str]:
     missing = [f"missing: {key}" for key in sorted(set(expected) - set(stored))]
     surplus = [f"surplus: {key}" for key in sorted(set(stored) - set(expected))]
-    both = sorted(set(expected) & set(stored))
-    return missing + surplus + [f"misshapen: {k} has shape {list(stored[k])}, not {list(expected[k])}" for k in both if expected[k] != stored[k]]
+    differing = [key for key in sorted(set(expected) & set(stored)) if expected[key] != stored[key]]
+    return missing + surplus + [f"misshapen: {key} has shape {list(stored[key])}, not {list(expected[key])}" for key in differing]
 
 
 def _key(path: tuple[str | int, ...]) -> str:
     return ".".join(map(str, path))
-
-
-def remove(path: Path) -> None:
-    """Delete the weights of an earlier conversion, if there are any."""
-    shutil.rmtree(path / DIRECTORY, ignore_errors=True)

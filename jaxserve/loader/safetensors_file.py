@@ -12,8 +12,21 @@ import numpy as np
 
 from jaxserve.loader.checkpoint import SourceTensor
 
-DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64, "I32": np.int32, "U8": np.uint8, "BOOL": np.bool_}
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
 INDEX = "model.safetensors.index.json"
+
+
+class UnsupportedType(ValueError):
+    """A tensor of a type that is not read, such as 8-bit floats."""
 
 
 def open_safetensors(directory: Path) -> dict[str, SourceTensor]:
@@ -39,7 +52,9 @@ def open_file(path: Path) -> dict[str, SourceTensor]:
         if size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
             raise ValueError(f"{path} is only a Git LFS pointer; run 'git lfs pull' in {path.parent}")
         if size < 8 or length > size - 8:
-            raise ValueError(f"{path} is truncated or not a safetensors file: its header needs {length} bytes, the file has {size}; fetch it again")
+            raise ValueError(
+                f"{path} is truncated or not a safetensors file: its header needs {length} bytes, the file has {size}; fetch it again"
+            )
         header = file.read(length)
     start = 8 + length
     try:
@@ -47,6 +62,8 @@ def open_file(path: Path) -> dict[str, SourceTensor]:
         entries.pop("__metadata__", None)
         tensors = {name: _tensor(path, start, **entry) for name, entry in entries.items()}
         end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except UnsupportedType:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is corrupt: its safetensors header cannot be read ({error}); fetch it again") from error
     if end > size:
@@ -83,13 +100,14 @@ def _open_sharded(directory: Path, weight_map: Any) -> dict[str, SourceTensor]:
 
 def _tensor(path: Path, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> SourceTensor:
     begin, end = data_offsets
-    if dtype in DTYPES and end - begin != int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize:
-        raise ValueError(f"a tensor of shape {shape} and type {dtype} has {end - begin} bytes")
-    return SourceTensor(tuple(shape), functools.partial(_read, path, start + begin, end - begin, dtype, tuple(shape)))
-
-
-def _read(path: Path, offset: int, num_bytes: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A view of the file's bytes, mapped for as long as the array lives: memory never holds more than the tensors in work."""
     if dtype not in DTYPES:
-        raise ValueError(f"{path} stores weights as {dtype}, which is not supported; supported: {', '.join(DTYPES)}")
-    return np.memmap(path, np.uint8, "r", offset, (num_bytes,)).view(np.ndarray).view(DTYPES[dtype]).reshape(shape)
+        raise UnsupportedType(f"{path} stores weights as {dtype}, which is not supported; supported: {', '.join(DTYPES)}")
+    if end - begin != int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize:
+        raise ValueError(f"a tensor of shape {shape} and type {dtype} has {end - begin} bytes")
+    read = functools.partial(_read, path, start + begin, end - begin, np.dtype(DTYPES[dtype]), tuple(shape))
+    return SourceTensor(tuple(shape), np.dtype(DTYPES[dtype]), read)
+
+
+def _read(path: Path, offset: int, num_bytes: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """A view of the file's bytes, mapped for as long as the array lives: memory never holds more than the tensors in work."""
+    return np.memmap(path, np.uint8, "r", offset, (num_bytes,)).view(np.ndarray).view(dtype).reshape(shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from jaxserve.loader.checkpoint import Checkpoint, SourceTensor, aligned_empty
 from jaxserve.loader.tables import SAME, Layout, sources
+from jaxserve.models.parameters import parameters
 from jaxserve.sharding import param_sharding
 
 logger = logging.getLogger(__name__)
@@ -23,13 +23,6 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS = 4  # parameters in work at once; each costs its own size in host memory
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # buffers that old checkpoints store and every program computes itself
 _IGNORED = re.compile(r"(self_attn|mlp)\.\w+_proj\.bias$|^lm_head\.weight$")  # what Transformers leaves unused too
-
-
-def parameters(module: nnx.Module) -> Iterator[tuple[tuple[str | int, ...], nnx.Param]]:
-    """Path and variable of each parameter of a module, abstract or filled."""
-    for path, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Param):
-            yield path, node
 
 
 def fill_module(module: nnx.Module, checkpoint: Checkpoint, mesh: Mesh, progress: bool = False) -> None:
@@ -53,8 +46,8 @@ def _plan(module: nnx.Module, checkpoint: Checkpoint) -> list[tuple[nnx.Param, l
         for name, shape in zip(names, layout.source_shapes(variable.shape), strict=True):
             if name not in checkpoint.tensors:
                 problems.append(_missing(name))
-            elif checkpoint.tensors[name].shape != shape:
-                problems.append(f"misshapen: {name} has shape {list(checkpoint.tensors[name].shape)}, but the configuration asks for {list(shape)}")
+            elif (stored := checkpoint.tensors[name].shape) != shape:
+                problems.append(f"misshapen: {name} has shape {list(stored)}, but the configuration asks for {list(shape)}")
         plan.append((variable, [checkpoint.tensors[n] for n in names if n in checkpoint.tensors], layout))
     surplus = sorted(name for name in checkpoint.tensors if name not in used and not _COMPUTED.search(name))
     ignored = [name for name in surplus if _IGNORED.search(name)]

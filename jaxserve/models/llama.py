@@ -13,6 +13,7 @@ from jaxserve.layers.linear import Embedding, Linear
 from jaxserve.layers.mlp import SwiGLU
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import rope_angles
+from jaxserve.layers.stack import run_blocks
 
 
 class LlamaBlock(nnx.Module):
@@ -28,10 +29,6 @@ class LlamaBlock(nnx.Module):
         y, k_pages, v_pages = self.attention(self.attention_norm(x), cos, sin, k_pages, v_pages, metadata)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages
-
-
-# Blocks are alike, so jit traces the first and reuses the result; without it tracing 30 layers takes most of a warm start.
-_run_block = jax.jit(lambda block, *inputs: block(*inputs))
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -54,12 +51,8 @@ class LlamaForCausalLM(nnx.Module):
         x = self.embedding(token_ids)
         cos, sin = rope_angles(config.rope, config.head_dim, config.max_position_embeddings, positions, rope_lens)
         cos, sin = jax.lax.optimization_barrier((cos, sin))  # else XLA fuses, and computes, them anew in every layer
-        k_pool, v_pool = [], []
-        for block, k_pages, v_pages in zip(self.blocks, kv_cache.k_pages, kv_cache.v_pages, strict=True):
-            x, k_pages, v_pages = _run_block(block, x, cos, sin, k_pages, v_pages, metadata)
-            k_pool.append(k_pages)
-            v_pool.append(v_pages)
-        return self.norm(x), KVCache(tuple(k_pool), tuple(v_pool))
+        x, kv_cache = run_blocks(self.blocks, x, cos, sin, kv_cache, metadata)
+        return self.norm(x), kv_cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits [R, vocab] of hidden states [R, hidden]."""

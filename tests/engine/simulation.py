@@ -117,6 +117,7 @@ class Simulation:
         assert rows and len(rows) <= scheduler.max_num_seqs
         assert output.num_tokens == sum(row.num_tokens for row in rows) <= limit
         assert len({row.request for row in rows}) == len(rows)
+        assert all(request.status is RequestStatus.WAITING for request in output.preempted)
         assert all(row.request.status is RequestStatus.RUNNING for row in rows)
         kinds = [row.samples and row.num_tokens == 1 for row in rows]
         assert kinds == [True] * output.num_decode_rows + [False] * (len(rows) - output.num_decode_rows)

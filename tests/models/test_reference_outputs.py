@@ -75,7 +75,7 @@ def test_end_of_sequence_ids_are_the_union(name, eos, checkpoint):
 @pytest.mark.parametrize("name", ["tiny", "zero"])
 def test_gguf_equals_safetensors(name, checkpoint, shared_dir):
     """The GGUF file of a checkpoint gives the same parameters, q and k rows put back in order."""
-    from jaxserve.loader.weights import parameters
+    from jaxserve.models.parameters import parameters
 
     one = load(checkpoint(name)).module
     other = load(shared_dir / "conformance" / "checkpoints" / "gguf" / f"{name}.gguf").module
