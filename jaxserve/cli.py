@@ -1,71 +1,18 @@
-"""The `jaxserve` command. Flags are generated from the fields of the config classes; each subcommand imports what it needs when it runs."""
+"""The `jaxserve` command; each subcommand imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-import types
-import typing
 from collections.abc import Sequence
 from typing import Any
 
 import jaxserve
-from jaxserve.config import EngineConfig, LoadConfig, ServerConfig, layers
+from jaxserve.config import EngineConfig, LoadConfig, ServerConfig
+from jaxserve.flags import add_flags, given_options, read_flags
 from jaxserve.sampling_params import SamplingParams
 
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")  # what a model's generation_config.json may set
-
-
-def add_flags(parser: argparse.ArgumentParser, cls: type, leave_out: Sequence[str] = ()) -> None:
-    """A flag for each field of a config class and of the configs nested in it; the defaults stay with the classes."""
-    nested, hints = layers(cls), typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.name in nested:
-            add_flags(parser, nested[field.name], leave_out)
-        elif field.name not in leave_out:
-            _add_flag(parser, field, hints[field.name])
-
-
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
-    kind, several = _value_type(hint)
-    help = field.metadata.get("help", f"see {SamplingParams.__module__}.SamplingParams")
-    if field.metadata.get("positional"):
-        parser.add_argument(field.name, metavar=field.name.upper(), help=help)
-        return
-    if field.default not in (None, (), ""):
-        help += f" (default: {field.default})"
-    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
-    if kind is bool:
-        options["action"] = argparse.BooleanOptionalAction
-    else:
-        options["type"], options["metavar"] = kind, kind.__name__.upper()
-        if several:
-            options["nargs"] = "+"
-        if "choices" in field.metadata:
-            options["choices"], options["metavar"] = field.metadata["choices"], None
-    parser.add_argument("--" + field.name.replace("_", "-"), **options)
-
-
-def _value_type(hint: Any) -> tuple[type, bool]:
-    """(type of one value, whether there are several) of `T`, `T | None`, `tuple[T, ...]` and `tuple[T, ...] | None`."""
-    if isinstance(hint, types.UnionType):
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], True
-    return hint, False
-
-
-def given_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of `cls` that were given, by field name."""
-    names = {f.name for kind in (cls, *layers(cls).values()) for f in dataclasses.fields(kind)}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
-
-
-def read_flags(cls: Any, args: argparse.Namespace) -> Any:
-    """The `cls` that the given flags mean; ValueError from the class itself when a value is impossible."""
-    options = given_options(cls, args)
-    return cls.from_options(**options) if layers(cls) else cls(**options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,7 +115,7 @@ def _bench(arguments: list[str]) -> int:
 
 
 def _eval(arguments: list[str]) -> int:
-    from jaxserve.evaluation.cli import main as evaluate
+    from jaxserve.evaluation import main as evaluate
 
     return evaluate(arguments)
 

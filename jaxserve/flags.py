@@ -22,7 +22,7 @@ def add_flags(parser: Any, cls: type, leave_out: Sequence[str] = ()) -> None:
         if field.name in nested:
             add_flags(parser, nested[field.name], leave_out)
         elif field.name not in leave_out:
-            _add_flag(parser, field, hints[field.name])
+            _add_flag(parser, field, hints[field.name], f"see {cls.__module__}.{cls.__name__}")
 
 
 def given_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
@@ -31,9 +31,15 @@ def given_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if k in names}
 
 
-def _add_flag(parser: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+def read_flags(cls: Any, args: argparse.Namespace) -> Any:
+    """The `cls` that the given flags mean; ValueError from the class itself when a value is impossible."""
+    options = given_options(cls, args)
+    return cls.from_options(**options) if layers(cls) else cls(**options)
+
+
+def _add_flag(parser: Any, field: dataclasses.Field[Any], hint: Any, default_help: str) -> None:
     kind, several = _value_type(hint)
-    text = field.metadata.get("help", "")
+    text = field.metadata.get("help", default_help)
     if field.metadata.get("positional"):
         parser.add_argument(field.name, metavar=field.name.upper(), help=text)
         return

@@ -149,8 +149,9 @@ if __name__ == "__main__":
     import argparse
 
     from jaxserve.api.serve import serve
-    from jaxserve.cli import add_serve_flags, read_flags
+    from jaxserve.cli import add_serve_flags
     from jaxserve.config import EngineConfig, ServerConfig
+    from jaxserve.flags import read_flags
 
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)

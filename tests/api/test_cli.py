@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import add_flags, add_serve_flags, given_options, main, read_flags
+from jaxserve.cli import add_serve_flags, main
 from jaxserve.config import EngineConfig, ServerConfig, layers
+from jaxserve.flags import add_flags, given_options, read_flags
 from jaxserve.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
