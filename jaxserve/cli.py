@@ -67,7 +67,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_serve_flags(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """What the flags of add_serve_flags mean."""
-    engine = EngineConfig.from_options(model=args.model, **given_options(args, EngineConfig))
+    engine = EngineConfig.from_options(**given_options(args, EngineConfig))
     return engine, ServerConfig(**given_options(args, ServerConfig))
 
 
@@ -90,7 +90,7 @@ def _sampling_params(args: argparse.Namespace, defaults: dict[str, Any]) -> Samp
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     given = given_options(args, EngineConfig)
     given.pop("seed", None)  # --seed is the sampling seed here
-    return {"model": args.model, **given}
+    return given
 
 
 def _generate(args: argparse.Namespace) -> int:

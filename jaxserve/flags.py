@@ -26,7 +26,7 @@ def add_flags(parser: Any, cls: type, leave_out: Sequence[str] = ()) -> None:
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The options of `cls` that were given on the command line, by flat field name."""
-    names = {field.name for kind in [*layers(cls).values(), cls] for field in _fields(kind)}
+    names = {field.name for kind in [*layers(cls).values(), cls] for field in dataclasses.fields(kind)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items() if name in names}
 
 

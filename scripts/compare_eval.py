@@ -123,12 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=8, help="windows of wikitext2 (default: 8)")
     parser.add_argument("--items", type=int, default=100, help="items of each other task (default: 100)")
     parser.add_argument("--json", type=Path)
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    add_flags(parser.add_argument_group("engine"), EngineConfig, leave_out=["model"])
     args = parser.parse_args(argv)
     tasks = {n: Perplexity(args.data, args.window) if n == "wikitext2" else MultipleChoice(n, args.data) for n in args.tasks.split(",")}
     from jaxserve.llm import LLM
 
-    llm, reference, results = LLM(args.model, **given_options(args, EngineConfig)), Reference(args.reference), {}
+    llm, reference, results = LLM(**given_options(args, EngineConfig)), Reference(args.reference), {}
     for name, task in tasks.items():
         if isinstance(task, Perplexity):
             results[name] = compare_perplexity(llm, reference, task, args.windows)

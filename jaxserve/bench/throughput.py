@@ -22,12 +22,13 @@ from jaxserve.config import EngineConfig
 from jaxserve.flags import add_flags, given_options
 
 WARMUP_TOKENS = 8
-EXIT_BAD_INPUT = 2
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags: the benchmark's own, then the engine's."""
-    parser = argparse.ArgumentParser(prog="jaxserve bench throughput", description="Offline throughput, greedy, fixed lengths.")
+    description = "Offline throughput, greedy, fixed output lengths."
+    parser = argparse.ArgumentParser(prog="jaxserve bench throughput", description=description, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="directory, .gguf file, Orbax checkpoint or hub id of the model")
     parser.add_argument("--workload", type=Path, help="JSON lines with prompt and max_tokens; without it prompts are random tokens")
     parser.add_argument("--num-prompts", type=int, help="the workload's first ones (default: all), or random ones (100)")
@@ -36,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=3, help="timed runs; the reported one is the median (default: 3)")
     parser.add_argument("--output-json", type=Path, help="write the result to this file too")
     parser.add_argument("--save-tokens", type=Path, help="write each request's output token ids to this JSON-lines file")
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    add_flags(parser.add_argument_group("engine"), EngineConfig, leave_out=["model"])
     return parser
 
 
@@ -46,8 +47,10 @@ def main(argv: Sequence[str] | None = None, make_llm: Callable[..., Any] | None 
     try:
         _run(args, make_llm or _load)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"jaxserve bench throughput: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return 0
 
 
@@ -57,7 +60,7 @@ def _run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> None:
     if args.workload and not args.workload.is_file():
         raise ValueError(f"--workload {args.workload} is not a file; give JSON lines with prompt and max_tokens")
     began = time.perf_counter()
-    engine = make_llm(args.model, **given_options(args, EngineConfig)).engine
+    engine = make_llm(**given_options(args, EngineConfig)).engine
     load_s = time.perf_counter() - began
     if args.workload:
         if engine.tokenizer is None:

@@ -1,5 +1,5 @@
 """Evaluation of a model: perplexity, multiple choice by log-likelihood, and answers by generation."""
 
-from jaxserve.evaluation.command import main
+from jaxserve.evaluation.cli import main
 
 __all__ = ["main"]

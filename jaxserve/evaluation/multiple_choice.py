@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.evaluation.data import find_file, read_rows
-from jaxserve.evaluation.task import Item, Result, Score, check_room, mean_score
+from jaxserve.evaluation.task import Item, Result, Score, check_room, mean_score, total_logprob
 
 COLUMNS = ("question", "options", "answer")
 
@@ -76,7 +75,7 @@ class MultipleChoice:
         results = []
         for item in items:
             count = len(item.content.continuations)
-            logprobs = [math.fsum(next(scored).logprobs) for _ in range(count)]
+            logprobs = [total_logprob(item, next(scored).logprobs) for _ in range(count)]
             results.append(_result(item.content, logprobs, sum(next(lengths) for _ in range(count))))
         return results
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.evaluation.data import find_file, read_text
-from jaxserve.evaluation.task import Item, Result, Score, check_room
+from jaxserve.evaluation.task import Item, Result, Score, check_room, total_logprob
 
 PATTERNS = ("wikitext2*test*.txt", "wikitext-2*test*.txt", "wiki.test.*")
 
@@ -52,7 +52,7 @@ class Perplexity:
         return [
             {
                 "output": f"{int(''.join('1' if best else '0' for best in o.is_greedy), 2):x}",  # which tokens the model would have chosen
-                "logprob": math.fsum(o.logprobs),
+                "logprob": total_logprob(item, o.logprobs),
                 "num_scored": len(o.logprobs),
                 "num_prompt_tokens": len(item.content),
                 "num_output_tokens": 0,

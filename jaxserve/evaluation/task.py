@@ -55,6 +55,14 @@ def mean_score(values: Sequence[float]) -> Score:
     return Score(mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n))
 
 
+def total_logprob(item: Item, logprobs: Sequence[float]) -> float:
+    """Sum of an item's log-probabilities; ValueError when it is no finite number, as a broken model gives."""
+    total = math.fsum(logprobs)
+    if not math.isfinite(total):
+        raise ValueError(f"item {item.id}: the log-probability is {total}; the model's weights or dtype are broken, try --dtype float32")
+    return total
+
+
 def check_room(llm: Any, item: Item, num_tokens: int, remedy: str) -> None:
     """ValueError when an item needs more tokens than a request may have."""
     limit = llm.engine.config.scheduler.max_model_len

@@ -36,7 +36,7 @@ class Words:
 def test_a_real_run_gives_all_fields_and_the_engines_tokens(llm, tmp_path, capsys):
     made = {}
 
-    def make(model, **options):
+    def make(**options):
         made.update(options)
         return llm
 
@@ -44,7 +44,7 @@ def test_a_real_run_gives_all_fields_and_the_engines_tokens(llm, tmp_path, capsy
     files = ["--output-json", str(tmp_path / "o" / "r.json"), "--save-tokens", str(tmp_path / "t.jsonl")]
     code = throughput.main(["--model", "tiny", *sizes, *files], make_llm=make)
     result = json.loads(capsys.readouterr().out)
-    assert code == 0 and made == {"page_size": 8}
+    assert code == 0 and made == {"model": "tiny", "page_size": 8}
     assert json.loads((tmp_path / "o" / "r.json").read_text()) == result
     assert set(result) >= VLLM_FIELDS
     assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (6, 66, 54)
@@ -120,7 +120,7 @@ def test_bad_workload_files(tmp_path, content, message):
 )
 def test_bad_settings(llm, capsys, more, message):
     code = throughput.main(["--model", "tiny", *more], make_llm=lambda model, **options: llm)
-    assert code == 2 and message in capsys.readouterr().err
+    assert code == 1 and message in capsys.readouterr().err
 
 
 def test_an_engine_that_loses_tokens_is_caught(llm, monkeypatch):

@@ -11,11 +11,21 @@ from jaxserve.request import CompletionOutput, RequestOutput
 class CharTokenizer:
     """Token ids are code points; `bos` is put before every text when set."""
 
+    all_special_ids = frozenset()
+    strips_first_space = False
+    decode_window = None  # the text is the tokens' bytes, joined
+
     def __init__(self, bos: int | None = None):
         self.bos = bos
 
     def encode(self, text, add_special_tokens=True):
         return ([self.bos] if add_special_tokens and self.bos is not None else []) + [ord(c) for c in text]
+
+    def token_bytes(self, token_id):
+        return self.token_text(token_id).encode()
+
+    def token_text(self, token_id):
+        return chr(token_id)
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i) for i in ids)

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.parity
 
 SMALL = {"max_num_seqs": 8, "decode_buckets": (8,), "max_num_batched_tokens": 64, "token_buckets": (64,), "num_pages": 257}
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_eval.py"
-WORDS = "the cat sat on a mat while seven dogs ran over green hills and rivers were cold blue deep".split()
+TEXT = "the cat sat on a mat while seven dogs ran over green hills and rivers were cold blue deep"
+WORDS = TEXT.split()
 
 
 def sentence(draw, length):

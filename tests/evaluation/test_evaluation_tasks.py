@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 from fake_llm import FakeLLM, rows
 
-from jaxserve.evaluation.command import TASKS, build_task
+from jaxserve.evaluation.cli import TASKS, build_task
 from jaxserve.evaluation.gsm8k import Gsm8k, flexible_answer, strict_answer
 from jaxserve.evaluation.multiple_choice import MultipleChoice, parse_options, split_tokens
 from jaxserve.evaluation.perplexity import Perplexity
@@ -89,6 +89,15 @@ def test_split_tokens_scores_at_least_one_token():
 
     assert split_tokens(Merging(), "a b", "c d") == ([1, 2], [1])
     assert split_tokens(Merging(), "a b", "c") == ([1], [2])  # the tokens of "b" and "c" merge
+
+
+@pytest.mark.parametrize("task", ["wikitext2", "piqa"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_model_that_gives_no_numbers_is_told(data, task, value):
+    built, llm = build_task(task, arguments(data)), FakeLLM()
+    llm.logprob = lambda context, token: value
+    with pytest.raises(ValueError, match=r"item \w+-00000: the log-probability is (nan|-inf)"):
+        built.run(llm, built.items(llm))
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,14 @@ from jaxserve.evaluation.task import Task
 from jaxserve.flags import add_flags, given_options
 
 TASKS = ("wikitext2", *FORMATS, "gsm8k")
-EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags: the evaluation's own, then the engine's."""
     parser = argparse.ArgumentParser(
         prog="jaxserve eval",
+        allow_abbrev=False,
         description="Evaluate a model. A run that was killed goes on where it stopped when the same command is given again.",
     )
     parser.add_argument("--model", required=True, help="directory, .gguf file, Orbax checkpoint or hub id of the model")
@@ -42,12 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-shots", type=int, default=5, help="gsm8k: examples in the prompt (default: 5)")
     parser.add_argument("--max-tokens", type=int, default=256, help="gsm8k: most tokens of an answer (default: 256)")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bars")
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    add_flags(parser.add_argument_group("engine"), EngineConfig, leave_out=["model"])
     return parser
 
 
 def main(argv: Sequence[str] | None = None, make_llm: Callable[..., Any] | None = None) -> int:
-    """Run `jaxserve eval`; returns the exit code: 0, 2 for bad input, 130 when interrupted. `make_llm` replaces the class LLM."""
+    """Run `jaxserve eval`; returns the exit code: 0, 1 for bad input, 130 when interrupted. `make_llm` replaces the class LLM."""
     args = build_parser().parse_args(argv)
     items_path = args.output.with_name(args.output.name + ".items.jsonl")
     try:
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None, make_llm: Callable[..., Any] | None 
         print(f"interrupted; finished items are in {items_path}, the same command goes on from there", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"jaxserve eval: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
@@ -64,14 +65,14 @@ def _run(args: argparse.Namespace, items_path: Path, make_llm: Callable[..., Any
     began, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     tasks = [build_task(name, args) for name in args.tasks]  # before the model, so that bad data is told at once
     options = given_options(args, EngineConfig)
-    configs = {task.name: task_config(task, args.model, options) for task in tasks}
+    configs = {task.name: task_config(task, options) for task in tasks}
     if args.restart:
         items_path.unlink(missing_ok=True)
     journal = Journal(items_path)
     try:
         for task in tasks:
             journal.begin(task.name, configs[task.name])
-        llm = make_llm(args.model, **options)
+        llm = make_llm(**options)
         summaries = {t.name: run_task(t, llm, journal, configs[t.name], args.limit, progress=not args.no_progress) for t in tasks}
     finally:
         journal.close()
@@ -103,15 +104,15 @@ def build_task(name: str, args: argparse.Namespace) -> Task:
     return task
 
 
-def task_config(task: Task, model: str, options: dict[str, Any]) -> dict[str, Any]:
+def task_config(task: Task, options: dict[str, Any]) -> dict[str, Any]:
     """All that a task's results depend on. --limit is not part of it: a run over more items goes on from one over fewer."""
-    engine = dataclasses.asdict(EngineConfig.from_options(model=model, **options))
+    engine = dataclasses.asdict(EngineConfig.from_options(**options))
     engine.pop("compilation_cache_dir")
     return {
         "task": task.name,
         "settings": task.settings(),
         "data": {path.name: provenance.file_sha256(path) for path in task.files},
-        "model": {"name": model, "files": provenance.model_fingerprint(model)},
+        "model_files": provenance.model_fingerprint(options["model"]),
         "engine": engine,
         "device": provenance.device()["kind"],
         "versions": {name: v for name, v in provenance.versions().items() if name in ("jaxserve", "jax", "transformers")},

@@ -97,7 +97,7 @@ def test_results_of_another_config_are_refused(data, tmp_path, capsys, more, nam
     run(command(data, tmp_path / "r.json", tasks="wikitext2"))
     code, made = run(command(data, tmp_path / "r.json", *more, tasks="wikitext2"))
     error = capsys.readouterr().err
-    assert code == 2 and not made  # told before the model is loaded
+    assert code == 1 and not made  # told before the model is loaded
     assert named in error and "--restart" in error
     assert run(command(data, tmp_path / "r.json", *more, "--restart", tasks="wikitext2"))[0] == 0
 
@@ -106,7 +106,7 @@ def test_changed_data_is_refused(data, tmp_path, capsys):
     run(command(data, tmp_path / "r.json", tasks="piqa"))
     with (data / "piqa_validation.jsonl").open("a") as stream:
         stream.write('{"question": "new", "options": "A. a\\nB. b", "answer": "A. a"}\n')
-    assert run(command(data, tmp_path / "r.json", tasks="piqa"))[0] == 2
+    assert run(command(data, tmp_path / "r.json", tasks="piqa"))[0] == 1
     assert "data.piqa_validation.jsonl" in capsys.readouterr().err
 
 
@@ -114,7 +114,7 @@ def test_changed_data_is_refused(data, tmp_path, capsys):
 def test_a_file_that_is_not_ours_is_left_alone(data, tmp_path, capsys, content):
     items = tmp_path / "r.json.items.jsonl"
     items.write_text(content)
-    assert run(command(data, tmp_path / "r.json", tasks="piqa"))[0] == 2
+    assert run(command(data, tmp_path / "r.json", tasks="piqa"))[0] == 1
     assert "line 1 is not a line of evaluation results" in capsys.readouterr().err
     assert items.read_text() == content
 
@@ -150,7 +150,7 @@ def test_bad_flags(data, tmp_path, capsys, more, message):
     ],
 )
 def test_settings_that_cannot_work(data, tmp_path, capsys, more, message):
-    assert run(command(data, tmp_path / "r.json", *more))[0] == 2
+    assert run(command(data, tmp_path / "r.json", *more))[0] == 1
     assert message in capsys.readouterr().err
 
 
@@ -190,7 +190,7 @@ def test_two_runs_cannot_write_one_file(data, tmp_path, capsys):
     from jaxserve.evaluation.journal import Journal
 
     journal = Journal(tmp_path / "r.json.items.jsonl")
-    assert run(command(data, tmp_path / "r.json", tasks="piqa"))[0] == 2
+    assert run(command(data, tmp_path / "r.json", tasks="piqa"))[0] == 1
     assert "is being written by another run" in capsys.readouterr().err
     journal.close()
     assert run(command(data, tmp_path / "r.json", tasks="piqa"))[0] == 0
