@@ -85,7 +85,8 @@ class InputLayout:
             starts.append(row.start)
             counts.append(row.num_tokens)
             num_prompt_tokens.append(len(request.prompt_token_ids))
-            tables[i, : len(request.block_table)] = request.block_table
+            table = request.block_table
+            tables[i, : len(table)] = table
         views["token_ids"][: len(ids)] = ids
         if pending:
             tokens, rows = zip(*pending, strict=True)

@@ -71,7 +71,7 @@ class PageManager:
         if not self._num_references[page]:
             raise ValueError(f"page {page} has no user, so that nobody can share or release it; was its block table used twice?")
 
-    def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
+    def check_integrity(self, block_tables: Iterable[Iterable[int]]) -> None:
         """AssertionError unless these tables are the users of all used pages, and every other page is free exactly once."""
         uses = Counter(page for table in block_tables for page in table)
         free = Counter(self._free)

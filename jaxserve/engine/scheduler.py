@@ -22,7 +22,7 @@ from itertools import chain
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.page_manager import PageManager
-from jaxserve.request import FinishReason, Request, RequestStatus, TokenOutput
+from jaxserve.request import FinishReason, Request, RequestStatus, TokenOutput, no_pages
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Scheduler:
 
     def _release_pages(self, request: Request) -> None:
         self.page_manager.release(request.block_table)
-        request.block_table = []
+        request.block_table = no_pages()
 
     # -- one step
 
@@ -197,7 +197,7 @@ class Scheduler:
             preempted.append(newest)
             if newest is request:
                 return False
-        request.block_table += self.page_manager.allocate(1)
+        request.block_table.extend(self.page_manager.allocate(1))
         return True
 
     def _schedule_prompts(self, prompts: list[Request], budget: int) -> list[ScheduledRow]:
@@ -227,7 +227,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(request)
             request.status = RequestStatus.RUNNING
-            request.block_table = pages.allocate(num_pages)
+            request.block_table.extend(pages.allocate(num_pages))
             if request.scheduled_time_s is None:
                 request.scheduled_time_s = time.monotonic()
             yield request
