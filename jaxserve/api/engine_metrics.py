@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -59,7 +59,7 @@ class EngineCollector(Collector):
         family.add_metric([self._model_name], value)
         return family
 
-    def _labelled(self, name: str, help: str, label: str, values: dict[str, float]) -> Metric:
+    def _labelled(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
         family = GaugeMetricFamily(self._prefix + name, help, labels=["model_name", label])
         for key, value in values.items():
             family.add_metric([self._model_name, key], value)
