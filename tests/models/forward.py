@@ -29,12 +29,12 @@ def load(path: Path | str, dtype: str = "float32", tensor_parallel_size: int = 1
 class Sequence:
     """One request over its own pool: feed() gives the logits after each new token."""
 
-    def __init__(self, module: nnx.Module, config: ModelConfig, num_prompt_tokens: int, backend: str = "xla"):
+    def __init__(self, module: nnx.Module, config: ModelConfig, num_prompt_tokens: int, backend: str = "xla", stacked: bool = False):
         self.state = nnx.split(module)
         self.num_prompt_tokens, self.length, self.backend = num_prompt_tokens, 0, backend
         num_pages = MAX_LEN // PAGE_SIZE + 1
         mesh = module.embedding.table.get_value().sharding.mesh
-        abstract = abstract_kv_cache(config, num_pages, PAGE_SIZE, jnp.float32, mesh, backend, stacked=False)
+        abstract = abstract_kv_cache(config, num_pages, PAGE_SIZE, jnp.float32, mesh, backend, stacked)
         self.cache = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), abstract)
         self.pages = np.random.default_rng(0).permutation(np.arange(1, num_pages)).astype(np.int32)
 
