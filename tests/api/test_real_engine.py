@@ -137,3 +137,14 @@ def test_metrics_add_up(real: Live) -> None:
     assert grown("prompt_tokens_total") == usage["prompt_tokens"]
     assert grown("request_queue_time_seconds_count") == 2
     assert grown("scheduled_tokens_total") > 0
+
+
+def test_a_compilation_is_counted() -> None:
+    counter = CompileCounter()
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
+    assert counter.count >= 1
+    assert counter.seconds > 0
+    counter.mark_ready()
+    assert counter.count_after_ready == 0
+    jax.jit(lambda x: x * 5 + 2)(jnp.ones(5))
+    assert counter.count_after_ready >= 1

@@ -5,6 +5,8 @@ import json
 import pytest
 from live_server import Live, error
 
+from jaxserve.api.protocol import ChatBody, CompletionBody
+
 BAD_SHARED = [  # (fields, the field that the error names)
     ({"unknown_field": 1}, "unknown_field"),
     ({"temperature": -0.1}, "temperature"),
@@ -217,3 +219,17 @@ def test_long_bodies(launch) -> None:
 def test_the_body_is_read_without_a_content_type(live: Live) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1})
     assert live.http.post("/v1/completions", content=body, headers={"Content-Type": "text/plain"}).status_code == 200
+
+
+TABLES = [("complete", CompletionBody.UNSUPPORTED), ("chat", ChatBody.UNSUPPORTED)]
+
+
+@pytest.mark.parametrize(("route", "field", "neutral"), [(r, f, n) for r, table in TABLES for f, n in table.items()], ids=str)
+def test_fields_without_effect_here(live: Live, route: str, field: str, neutral: tuple) -> None:
+    """A field that is not implemented is accepted with a value that changes nothing, and else refused by name."""
+    for value in (None, *neutral):
+        assert getattr(live, route)(max_tokens=1, **{field: value}).status_code == 200
+    for value in ({"x": 1}, ["x"], "x", 0.25, 7):
+        found = error(getattr(live, route)(max_tokens=1, **{field: value}))
+        assert found["param"] == field
+        assert found["code"] == "unsupported_parameter"
