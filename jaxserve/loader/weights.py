@@ -34,7 +34,7 @@ def fill_module(module: nnx.Module, checkpoint: Checkpoint, mesh: Mesh, progress
     plan = sorted(_plan(module, checkpoint), key=lambda item: -np.prod(item[0].shape))  # largest first, lest one worker ends alone with it
     workers = min(MAX_WORKERS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool, tqdm(total=len(plan), desc="Loading weights", unit="tensor", disable=not progress) as bar:
-        for _ in pool.map(lambda item: _fill(*item, mesh), plan):
+        for _ in pool.map(lambda item: _fill(item, mesh), plan):
             bar.update()
 
 
@@ -65,7 +65,8 @@ def _missing(name: str) -> str:
     return f"missing: {name}"
 
 
-def _fill(variable: nnx.Param, tensors: list[SourceTensor], layout: Layout, mesh: Mesh) -> None:
+def _fill(item: tuple[nnx.Param, list[SourceTensor], Layout], mesh: Mesh) -> None:
+    variable, tensors, layout = item
     arrays, dtype = [tensor.read() for tensor in tensors], np.dtype(variable.dtype)
     out = arrays[0]
     if layout is not SAME or out.dtype != dtype or not out.flags.writeable:  # else it is a fresh array already as it should be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ def parameters(module: nnx.Module) -> Iterator[tuple[tuple[str | int, ...], nnx.
     """Path, such as ("blocks", 3, "attention", "qkv", "kernel"), and variable of each parameter, abstract or filled."""
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
-            yield path, node
+            yield cast("tuple[str | int, ...]", path), node
 
 
 def init_params(module: nnx.Module, seed: int, mesh: Mesh) -> None:

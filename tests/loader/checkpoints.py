@@ -87,8 +87,10 @@ def write_gguf(path: Path, keys: dict[str, Any], stored: dict[str, np.ndarray], 
             writer.add_string(key, value)
         elif isinstance(value, list):
             writer.add_array(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
         else:
-            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+            writer.add_uint32(key, value)
     for name, value in stored.items():
         wanted = gguf.GGMLQuantizationType[kind if value.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quantize(value, wanted), raw_dtype=wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,12 @@ def load(path: Path | str, dtype: str = "float32", tensor_parallel_size: int = 1
 class Sequence:
     """One request over its own pool: feed() gives the logits after each new token."""
 
-    def __init__(self, module: nnx.Module, config: ModelConfig, num_prompt_tokens: int, backend: str = "xla"):
+    def __init__(self, module: Any, config: ModelConfig, num_prompt_tokens: int, backend: str = "xla", stacked: bool = False):
         self.state = nnx.split(module)
         self.num_prompt_tokens, self.length, self.backend = num_prompt_tokens, 0, backend
         num_pages = MAX_LEN // PAGE_SIZE + 1
         mesh = module.embedding.table.get_value().sharding.mesh
-        abstract = abstract_kv_cache(config, num_pages, PAGE_SIZE, jnp.float32, mesh, backend, stacked=False)
+        abstract = abstract_kv_cache(config, num_pages, PAGE_SIZE, jnp.float32, mesh, backend, stacked)
         self.cache = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), abstract)
         self.pages = np.random.default_rng(0).permutation(np.arange(1, num_pages)).astype(np.int32)
 
@@ -48,11 +49,11 @@ class Sequence:
         tokens, positions, lens, slots = (np.pad(x, (0, pad)).astype(np.int32) for x in (token_ids, positions, lens, slots))
         slots[count:] = np.arange(pad) % PAGE_SIZE
         metadata = AttentionMetadata(
-            block_tables=self.pages[None],
-            seq_lens=np.array([self.length], np.int32),
-            query_start_loc=np.array([0, count], np.int32),
-            slot_mapping=slots,
-            distribution=np.array([0, 1], np.int32),
+            block_tables=jnp.asarray(self.pages[None]),
+            seq_lens=jnp.array([self.length], jnp.int32),
+            query_start_loc=jnp.array([0, count], jnp.int32),
+            slot_mapping=jnp.asarray(slots),
+            distribution=jnp.array([0, 1], jnp.int32),
             backend=self.backend,
         )
         graph, state = self.state
@@ -67,7 +68,7 @@ def _forward(graph, state, tokens, positions, rope_lens, cache, metadata):
     return module.logits(hidden), cache
 
 
-def greedy(module: nnx.Module, config: ModelConfig, prompt: list[int], count: int, chunk: int = CHUNK) -> tuple[list[int], np.ndarray]:
+def greedy(module: Any, config: ModelConfig, prompt: list[int], count: int, chunk: int = CHUNK) -> tuple[list[int], np.ndarray]:
     """`count` greedy ids after a prompt that is prefilled `chunk` tokens at a time, and the logits of every position."""
     sequence = Sequence(module, config, len(prompt))
     logits = [sequence.feed(prompt[i : i + chunk]) for i in range(0, len(prompt), chunk)]

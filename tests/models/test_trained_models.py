@@ -4,22 +4,27 @@ import json
 
 import llama2c
 import numpy as np
+import pytest
 from forward import Sequence, greedy, load, log_softmax
 
 STORY = [403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315, 421, 395, 317, 426, 338, 401, 396]
 
 
-def test_stories260k(shared_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("devices", "backend", "stacked"), [(1, "xla", False), (1, "xla", True), (2, "xla", False), (1, "reference", False)]
+)
+def test_stories260k(shared_dir, tmp_path, devices, backend, stacked):
     """ "Once upon a time, there was a little girl named Lily." with an interleaved rotary layout in the source."""
-    loaded = load(llama2c.convert(shared_dir / "data" / "models" / "stories260K" / "stories260K.bin", tmp_path))
-    ids, _ = greedy(loaded.module, loaded.model_config, [1], len(STORY))
-    assert ids == STORY
+    source = shared_dir / "data" / "models" / "stories260K" / "stories260K.bin"
+    loaded = load(llama2c.convert(source, tmp_path), tensor_parallel_size=devices)
+    logits = Sequence(loaded.module, loaded.model_config, 1, backend, stacked).feed([1, *STORY[:-1]])
+    assert logits.argmax(-1).tolist() == STORY
 
 
-def test_stories260k_on_two_devices(shared_dir, tmp_path):
-    loaded = load(llama2c.convert(shared_dir / "data" / "models" / "stories260K" / "stories260K.bin", tmp_path), tensor_parallel_size=2)
-    ids, _ = greedy(loaded.module, loaded.model_config, [1], 8)
-    assert ids == STORY[:8]
+def test_stories260k_token_by_token(shared_dir, tmp_path):
+    source = shared_dir / "data" / "models" / "stories260K" / "stories260K.bin"
+    loaded = load(llama2c.convert(source, tmp_path))
+    assert greedy(loaded.module, loaded.model_config, [1], len(STORY))[0] == STORY
 
 
 def test_smollm2_agrees_with_llama_cpp(smollm2_gguf, shared_dir):
