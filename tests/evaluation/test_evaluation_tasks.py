@@ -53,7 +53,8 @@ def test_multiple_choice_picks_by_sum_and_by_sum_per_byte(tmp_path):
     llm.logprob = lambda context, token: values[seen[0]][len(context) - len("Question: é?\nAnswer:")]
     calls = llm.score
 
-    def score(prompts, targets, use_tqdm):
+    def score(prompts, targets=None, use_tqdm=True):
+        assert targets is not None
         out = []
         for prompt, target in zip(prompts, targets, strict=True):
             assert "".join(map(chr, prompt)) == "Question: é?\nAnswer:"
