@@ -16,7 +16,9 @@ class SequenceProcessor:
         self.stopped_here = False
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens)
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, request.prompt_token_ids
+            )
         elif params.stop:
             raise ValueError(f"stop is {params.stop!r}, but the engine has no tokenizer; give one or use stop_token_ids")
 
