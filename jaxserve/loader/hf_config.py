@@ -55,7 +55,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 def hf_model_config(config: dict[str, Any], where: str, more_eos: tuple[Any, ...] = ()) -> ModelConfig:
     """ModelConfig of a config.json's content; `more_eos` are end-of-sequence ids that other files declare."""
-    architecture = (config.get("architectures") or [None])[0]
+    architecture = str((config.get("architectures") or [None])[0])
     try:
         model_class(architecture)
     except ValueError as error:

