@@ -10,10 +10,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 import jaxserve
 from jaxserve.api.body import read_json
@@ -203,15 +204,26 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": jaxserve.__version__})
 
 
-_ENDPOINTS: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {
-    ("POST", "/v1/completions"): completions,
-    ("POST", "/v1/chat/completions"): chat_completions,
-    ("GET", "/v1/models"): models,
-    ("GET", "/v1/models/{name:path}"): model,
-    ("POST", "/tokenize"): tokenize,
-    ("POST", "/detokenize"): detokenize,
-    ("GET", "/health"): health,
-    ("GET", "/metrics"): metrics,
-    ("GET", "/version"): version,
+# Handlers read and check bodies themselves, for OpenAI's error envelope; the models are here for /docs.
+_ENDPOINTS: dict[str, tuple[Callable[[Request], Awaitable[Response]], type[BaseModel] | None]] = {
+    "/v1/completions": (completions, CompletionBody),
+    "/v1/chat/completions": (chat_completions, ChatBody),
+    "/v1/models": (models, None),
+    "/v1/models/{name:path}": (model, None),
+    "/tokenize": (tokenize, TokenizeBody),
+    "/detokenize": (detokenize, DetokenizeBody),
+    "/health": (health, None),
+    "/metrics": (metrics, None),
+    "/version": (version, None),
 }
-ROUTES = [Route(path, guarded(endpoint), methods=[method]) for (method, path), endpoint in _ENDPOINTS.items()]
+
+
+def add_routes(app: FastAPI) -> None:
+    """All routes of the API; those with a body are POST, the others GET."""
+    for path, (endpoint, body) in _ENDPOINTS.items():
+        described = None
+        if body is not None:
+            schema = body.model_json_schema(ref_template=f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}")
+            described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        methods = ["GET"] if body is None else ["POST"]
+        app.add_api_route(path, guarded(endpoint), methods=methods, response_model=None, openapi_extra=described)
