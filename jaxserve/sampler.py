@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -27,8 +28,18 @@ class SamplingMetadata:
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """The best id of each row, i32[R]; the lowest id among equals."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    """The best id of each row, i32[R]; the lowest id among equals.
+
+    In two levels where the vocabulary divides: XLA on CPU takes maxima with vector instructions, but an argmax one number at a time.
+    """
+    rows, vocab = logits.shape
+    width = math.gcd(vocab, 64)
+    if width == 1:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    groups = logits.reshape(rows, -1, width)
+    best = jnp.argmax(groups.max(-1), axis=-1)
+    within = jnp.take_along_axis(groups, best[:, None, None], axis=1)[:, 0]
+    return (best * width + jnp.argmax(within, axis=-1)).astype(jnp.int32)
 
 
 def random(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
@@ -78,8 +89,7 @@ def _draw(logits: jax.Array, scaled: jax.Array, metadata: SamplingMetadata) -> j
 
     keys = jax.vmap(row_key)(metadata.seed, metadata.index, metadata.position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[1:], jnp.float32))(keys)
-    drawn = jnp.argmax(scaled + noise, axis=-1)
-    return jnp.where(metadata.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    return jnp.where(metadata.temperature > 0, greedy(scaled + noise), greedy(logits))
 
 
 def _ordered(x: jax.Array) -> jax.Array:

@@ -72,12 +72,15 @@ class ModelRunner:
         self.treedef = jax.tree.structure(state)
         self.weights: tuple[jax.Array, ...] = tuple(placed)
         self.dtype, self.kv_dtype = dtype, kv_dtype
-        self.max_num_seqs = config.scheduler.max_num_seqs
         self.buckets = make_buckets(config)
+        self.max_num_seqs = max(bucket.num_rows for bucket in self.buckets)
         page_size, vocab_size = config.cache.page_size, model_config.vocab_size
         width = -(-config.scheduler.max_model_len // page_size)
         self.layouts = {bucket: InputLayout(bucket, width, page_size) for bucket in self.buckets}
-        self.sampling_layouts = {rows: SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.buckets)}
+        self.sampling_layouts = {
+            variant: [SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.max_num_seqs, 2 if variant == "greedy" else 4)]
+            for variant in ("greedy", *VARIANTS)
+        }
         self.programs: dict[tuple, Callable] = {}
         self.stats = CompileStats()
         self.pool: KVCache | None = None
@@ -110,20 +113,20 @@ class ModelRunner:
         model, max_tokens = (self.graphdef, self.treedef), self.buckets[-1].num_tokens
         jobs = []
         for bucket, layout in self.layouts.items():
-            forward = programs.forward_program(*model, layout, self.backend, self.sample_rows(bucket), max_tokens)
+            forward = programs.forward_program(*model, layout, self.backend, self.max_num_seqs, max_tokens)
             outputs = (self.replicated, None if bucket.decode_only else self.replicated, jax.tree.map(lambda a: a.sharding, pool))
             buffer = self._abstract((layout.size,), jnp.int32)
             jobs.append((("forward", bucket), forward, (1,), (weights, pool, prev_ids, buffer), outputs))
+        last = self._hidden(self.max_num_seqs)
+        for variant, layouts in self.sampling_layouts.items():
+            for layout in layouts:
+                sample = programs.sample_program(*model, variant, layout)
+                settings = () if variant == "greedy" else (self._abstract((layout.size,), jnp.int32),)
+                jobs.append((("sample", variant, layout.num_rows), sample, (), (weights, last, *settings), self.replicated))
         score = programs.score_program(*model, MAX_LOGPROBS)
-        for rows, layout in self.sampling_layouts.items():
-            hidden, buffer = self._hidden(rows), self._abstract((layout.size,), jnp.int32)
-            for variant in ("greedy", *VARIANTS):
-                sample = programs.sample_program(*model, variant, layout, self.max_num_seqs)
-                arguments = (weights, hidden) if variant == "greedy" else (weights, hidden, buffer)
-                jobs.append((("sample", variant, rows), sample, (), arguments, self.replicated))
-            jobs.append((("score", rows), score, (), (weights, hidden, prev_ids, count), self.replicated))
+        jobs.append((("score", "sampled"), score, (), (weights, last, prev_ids, count), self.replicated))
         targets = self._abstract((max_tokens,), jnp.int32)
-        jobs.append((("score prompt",), score, (), (weights, self._hidden(max_tokens), targets, count), self.replicated))
+        jobs.append((("score", "prompt"), score, (), (weights, self._hidden(max_tokens), targets, count), self.replicated))
         return jobs
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -131,10 +134,6 @@ class ModelRunner:
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return self._abstract((rows, self.model_config.hidden_size), self.dtype)
-
-    def sample_rows(self, bucket: Bucket) -> int:
-        """Rows of the sampling program that follows a bucket's forward program."""
-        return next(rows for rows in self.sampling_layouts if rows >= bucket.num_rows)
 
     def bucket_for(self, scheduled: SchedulerOutput) -> Bucket:
         """The smallest bucket that holds the step."""
@@ -148,18 +147,19 @@ class ModelRunner:
     def dispatch(self, scheduled: SchedulerOutput) -> InFlightStep:
         """Start a step on the device and return at once; its sampled ids stay there as the next step's input."""
         bucket, run = self.bucket_for(scheduled), self.programs
-        rows, params = self.sample_rows(bucket), [row.request.sampling_params for row in scheduled.rows]
+        params = [row.request.sampling_params for row in scheduled.rows]
         buffer = self._put(self.layouts[bucket].pack(scheduled, self.prev_rows))
         last, hidden, self.pool = run["forward", bucket](self.weights, self.pool, self.prev_ids, buffer)
         variant = sampling_variant(scheduled)
-        settings = () if variant == "greedy" else (self._put(self.sampling_layouts[rows].pack(scheduled)),)
-        ids = run["sample", variant, rows](self.weights, last, *settings)
+        layout = next(layout for layout in self.sampling_layouts[variant] if layout.num_rows >= len(params))
+        settings = () if variant == "greedy" else (self._put(layout.pack(scheduled)),)
+        ids = run["sample", variant, layout.num_rows](self.weights, last, *settings)
         logprobs = prompt_logprobs = None
         if any(p.logprobs is not None for p in params):
-            logprobs = run["score", rows](self.weights, last, ids, self._put(np.array([len(params)], np.int32)))
+            logprobs = run["score", "sampled"](self.weights, last, ids, self._put(np.array([len(params)], np.int32)))
         if hidden is not None and any(p.prompt_logprobs is not None for p in params):
             targets = self._put(successors(scheduled, hidden.shape[0]))
-            prompt_logprobs = run["score prompt",](self.weights, hidden, targets, self._put(np.array([scheduled.num_tokens], np.int32)))
+            prompt_logprobs = run["score", "prompt"](self.weights, hidden, targets, self._put(np.array([scheduled.num_tokens], np.int32)))
         for array in (ids, *(logprobs or ()), *(prompt_logprobs or ())):
             array.copy_to_host_async()
         self.prev_ids = ids
@@ -178,25 +178,37 @@ def _compile(job: tuple) -> tuple[tuple, Callable, float]:
 
 
 def make_buckets(config: EngineConfig) -> list[Bucket]:
-    """The programs' shapes, smallest first: decode rows in powers of two from 2 up, mixed tokens in powers of four down from the most.
+    """The forward programs' shapes, smallest first; ValueError when those given do not reach the scheduler's limits.
 
-    One row is avoided: XLA on CPU turns a scatter of one index into a select over the whole pool, 30 times slower than two.
+    Decode rows: powers of two from 2 up, and from 16 also those times 1.5. One row is avoided: XLA on CPU turns a scatter of one index
+    into a select over the whole pool, 30 times slower than two. Mixed tokens: max_num_batched_tokens and its quarters down to 32.
     """
     limits = config.scheduler
-    decode = limits.decode_buckets or _powers(2, max(2, limits.max_num_seqs), 2)
-    tokens = limits.token_buckets or _powers(min(32, limits.max_num_batched_tokens), limits.max_num_batched_tokens, 4)
-    buckets = [Bucket(rows, rows, True) for rows in decode]
-    return buckets + [Bucket(count, min(limits.max_num_seqs, count), False) for count in tokens]
+    most_rows, most_tokens = max(2, limits.max_num_seqs), limits.max_num_batched_tokens
+    decode = limits.decode_buckets or _decode_rows(most_rows)
+    tokens = limits.token_buckets or _powers(min(32, most_tokens), most_tokens, 4)
+    for name, sizes, limit_name, limit in (
+        ("decode_buckets", decode, "max_num_seqs", limits.max_num_seqs),
+        ("token_buckets", tokens, "max_num_batched_tokens", most_tokens),
+    ):
+        if min(sizes) < 1 or max(sizes) < limit or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"{name} is {tuple(sizes)}; give ascending sizes of which the last is at least {limit_name} ({limit})")
+    return [Bucket(rows, rows, True) for rows in decode] + [Bucket(count, min(most_rows, count), False) for count in tokens]
 
 
-def _powers(low: int, high: int, factor: int) -> Sequence[int]:
+def sampling_rows(most: int, factor: int) -> list[int]:
+    """Row counts of a sampling variant's programs: the most, and its fractions down to 8."""
+    return _powers(min(8, most), most, factor)
+
+
+def _decode_rows(most: int) -> list[int]:
+    rows = {most, *(2**i for i in range(1, 12)), *(3 * 2**i for i in range(3, 11))}
+    return sorted(n for n in rows if n <= most)
+
+
+def _powers(low: int, high: int, factor: int) -> list[int]:
     """high, high / factor, ... down to low, in ascending order."""
     sizes = [high]
     while sizes[-1] // factor >= low:
         sizes.append(sizes[-1] // factor)
     return sizes[::-1]
-
-
-def sampling_rows(buckets: Sequence[Bucket]) -> list[int]:
-    """Row counts of the sampling programs: few, as their cost is small beside the forward's: the most, a quarter of it, ... down to 8."""
-    return _powers(min(8, buckets[-1].num_rows), max(bucket.num_rows for bucket in buckets), 4)

@@ -52,11 +52,11 @@ def forward_program(graphdef: Any, treedef: Any, layout: InputLayout, backend: s
     return forward
 
 
-def sample_program(graphdef: Any, treedef: Any, variant: str, layout: SamplingLayout, num_ids: int) -> Callable:
-    """(weights, last hidden [R, hidden], buffer) -> ids i32[num_ids], of which the first R are the rows' samples."""
+def sample_program(graphdef: Any, treedef: Any, variant: str, layout: SamplingLayout) -> Callable:
+    """(weights, last hidden [N, hidden], buffer) -> ids i32[N], of which the first layout.num_rows are sampled; greedy takes no buffer."""
 
     def sample(weights: tuple, hidden: jax.Array, buffer: jax.Array | None = None) -> jax.Array:
-        logits = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights)).logits(hidden)
+        logits = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights)).logits(hidden[: layout.num_rows])
         if buffer is None:
             ids = sampler.greedy(logits)
         else:
@@ -65,7 +65,7 @@ def sample_program(graphdef: Any, treedef: Any, variant: str, layout: SamplingLa
                 fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
             fields["seed"] = jax.lax.bitcast_convert_type(fields["seed"], jnp.uint32)
             ids = sampler.VARIANTS[variant](logits, sampler.SamplingMetadata(**fields))
-        return jnp.pad(ids, (0, num_ids - ids.shape[0]))
+        return jnp.pad(ids, (0, hidden.shape[0] - layout.num_rows))
 
     return sample
 
