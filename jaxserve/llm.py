@@ -40,7 +40,9 @@ class LLM:
     LLM(model=nnx_module, config=ModelConfig(...), tokenizer=...) serves a module that the caller already holds in memory.
     """
 
-    def __init__(self, model: str | nnx.Module, *, config: ModelConfig | None = None, tokenizer: Any = None, progress: bool = True, **options: Any):
+    def __init__(
+        self, model: str | nnx.Module, *, config: ModelConfig | None = None, tokenizer: Any = None, progress: bool = True, **options: Any
+    ):
         if isinstance(model, nnx.Module):
             engine_config = EngineConfig.from_options(**options)
             self.engine = LLMEngine(engine_config, model=model, model_config=config or model.config, tokenizer=tokenizer, progress=progress)

@@ -52,7 +52,9 @@ class AsyncEngine:
             return
         room = limits.max_num_seqs + limits.max_num_queued_requests - self.num_unfinished
         if count > room:
-            raise QueueFull(f"{self.num_unfinished} requests run or wait, max_num_queued_requests is {limits.max_num_queued_requests}; retry later")
+            raise QueueFull(
+                f"{self.num_unfinished} requests run or wait, max_num_queued_requests is {limits.max_num_queued_requests}; retry later"
+            )
 
     async def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, prompt: str | None = None

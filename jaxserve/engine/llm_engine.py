@@ -6,8 +6,6 @@ import itertools
 import time
 from dataclasses import dataclass, replace
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.config import EngineConfig, ModelConfig
@@ -87,11 +85,11 @@ class LLMEngine:
         if not params.ignore_eos:
             stops.update(self.model_config.eos_token_ids)
         if params.min_tokens > 0 and len(stops) > MAX_SUPPRESSED:
-            raise ValueError(f"stop_token_ids and end-of-sequence ids are {len(stops)}; with min_tokens at most {MAX_SUPPRESSED} are possible")
+            raise ValueError(
+                f"stop_token_ids and end-of-sequence ids are {len(stops)}; with min_tokens at most {MAX_SUPPRESSED} are possible"
+            )
         seed = next(self._seeds) if params.seed is None else params.seed
-        return [
-            Request(f"{request_id}-{i}", prompt_token_ids, params, max_tokens, frozenset(stops), seed, i) for i in range(params.n)
-        ]
+        return [Request(f"{request_id}-{i}", prompt_token_ids, params, max_tokens, frozenset(stops), seed, i) for i in range(params.n)]
 
     def _check_prompt(self, prompt_token_ids: list[int]) -> None:
         if not prompt_token_ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +62,9 @@ class InFlightStep:
 class ModelRunner:
     """Owns the weights, the pool and the programs of one model on one mesh."""
 
-    def __init__(self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str):
+    def __init__(
+        self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str
+    ):
         self.config, self.model_config, self.mesh, self.backend = config, model_config, mesh, backend
         platform = mesh.devices.flat[0].platform
         self.rolled = platform == "cpu" if config.layer_loop == "auto" else config.layer_loop == "rolled"
@@ -90,7 +92,9 @@ class ModelRunner:
     def compile(self, num_pages: int, progress: bool = False) -> None:
         """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more."""
         start = time.perf_counter()
-        pool = abstract_kv_cache(self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend, self.rolled)
+        pool = abstract_kv_cache(
+            self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend, self.rolled
+        )
         jobs = self._jobs(pool)
         bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
         with ThreadPoolExecutor(max_workers=2) as threads:
@@ -99,7 +103,9 @@ class ModelRunner:
                 self.stats.program_seconds["/".join(map(str, key))] = seconds
                 bar.update()
         bar.close()
-        zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), pool), out_shardings=jax.tree.map(lambda a: a.sharding, pool))
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), pool), out_shardings=jax.tree.map(lambda a: a.sharding, pool)
+        )
         self.pool = zeros()
         self.prev_ids = jax.device_put(np.zeros(self.max_num_seqs, np.int32), self.replicated)
         self.stats.num_programs = len(self.programs)

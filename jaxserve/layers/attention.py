@@ -50,7 +50,9 @@ class Attention(nnx.Module):
             qk = jnp.concatenate([self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])], axis=2)
         qk = apply_rope(qk, cos, sin)
         q, k = qk[:, :, :-1].reshape(tokens, -1, self.head_dim), qk[:, :, -1]
-        k_pages, v_pages = pallas_kernels.kv_write(k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), metadata.slot_mapping)
+        k_pages, v_pages = pallas_kernels.kv_write(
+            k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), metadata.slot_mapping
+        )
         out = pallas_kernels.paged_attention(
             q,
             k_pages,

@@ -13,7 +13,9 @@ from jaxserve.config import RopeConfig
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-def rope_angles(config: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, rope_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_angles(
+    config: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, rope_lens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Float32 cos and sin [T, head_dim / 2] at positions i32[T].
 
     rope_lens i32[T] is the sequence length that the length-dependent kinds (dynamic, longrope) scale for: the prompt's length, or
