@@ -21,12 +21,12 @@ class AsyncEngine:
         self.engine = engine
         self.error: BaseException | None = None
         self.on_finish: Callable[[Request], None] = lambda request: None  # called on the event loop for every ended sequence
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[TokenOutput | BaseException]] = {}
         self._requests: dict[str, Request] = {}
         self._accepting = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by start()
 
     def start(self) -> None:
         """Start the engine's thread."""

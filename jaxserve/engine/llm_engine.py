@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, replace
-
-from flax import nnx
+from typing import cast
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.model_runner import InFlightStep, ModelRunner, StepResult
 from jaxserve.engine.page_manager import PageManager
 from jaxserve.engine.scheduler import Scheduler, SchedulerOutput
 from jaxserve.engine.startup import load, plan_pool, resolve
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
 from jaxserve.sampler import MAX_SUPPRESSED
 from jaxserve.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class LLMEngine:
         self,
         config: EngineConfig,
         *,
-        model: nnx.Module | None = None,
+        model: LlamaForCausalLM | None = None,
         model_config: ModelConfig | None = None,
         tokenizer=None,
         progress: bool = False,
@@ -71,7 +71,8 @@ class LLMEngine:
     @property
     def capacity_tokens(self) -> int:
         """The most tokens one request can have, prompt and output: max_model_len, or the whole pool where that is smaller."""
-        return min(self.config.scheduler.max_model_len, self.page_manager.num_usable_pages * self.page_manager.page_size)
+        longest = cast(int, self.config.scheduler.max_model_len)  # resolve() has replaced None
+        return min(longest, self.page_manager.num_usable_pages * self.page_manager.page_size)
 
     def make_requests(self, prompt_token_ids: list[int], params: SamplingParams, request_id: str) -> list[Request]:
         """The n requests of one prompt, with everything checked that can be: ValueError names field, value, limit and remedy."""
@@ -105,7 +106,7 @@ class LLMEngine:
         if request.sampling_params.prompt_logprobs is not None:
             self._prompt_logprobs[request.request_id] = [None] * request.num_prompt_tokens
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: str | None = None) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None) -> Request | None:
         """End a request at any moment; its pages are free at once. None when it is not known (any more)."""
         self._prompt_logprobs.pop(request_id, None)
         return self.scheduler.abort(request_id, reason, stop_reason)
@@ -156,7 +157,7 @@ class LLMEngine:
                 count = request.sampling_params.prompt_logprobs or 0
                 for offset in range(min(row.num_tokens, request.num_prompt_tokens - row.start - 1)):
                     target = row.start + offset + 1
-                    kept[target] = token_logprobs(request.prompt_token_ids[target], result.prompt_logprobs, first + offset, count)
+                    kept[target] = token_logprobs(request.prompt_token_ids[target], result.prompt_logprobs or (), first + offset, count)
                 if row.start + row.num_tokens >= request.num_prompt_tokens:
                     complete[request.request_id] = tuple(self._prompt_logprobs.pop(request.request_id))
             first += row.num_tokens

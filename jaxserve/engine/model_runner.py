@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxserve.engine import programs
 from jaxserve.engine.input_batch import Bucket, InputLayout, SamplingLayout, sampling_variant, successors
 from jaxserve.engine.scheduler import SchedulerOutput
 from jaxserve.kv_cache import KVCache, abstract_kv_cache
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.sampler import VARIANTS
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.sharding import param_sharding
@@ -63,7 +64,7 @@ class ModelRunner:
     """Owns the weights, the pool and the programs of one model on one mesh."""
 
     def __init__(
-        self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str
+        self, config: EngineConfig, model: LlamaForCausalLM, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str
     ):
         self.config, self.model_config, self.mesh, self.backend = config, model_config, mesh, backend
         platform = mesh.devices.flat[0].platform
@@ -77,7 +78,7 @@ class ModelRunner:
         self.buckets = make_buckets(config)
         self.max_num_seqs = max(bucket.num_rows for bucket in self.buckets)
         page_size, vocab_size = config.cache.page_size, model_config.vocab_size
-        width = -(-config.scheduler.max_model_len // page_size)
+        width = -(-cast(int, config.scheduler.max_model_len) // page_size)  # resolve() has replaced None
         self.layouts = {bucket: InputLayout(bucket, width, page_size) for bucket in self.buckets}
         self.sampling_layouts = {
             variant: [SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.max_num_seqs, 2 if variant == "greedy" else 4)]

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.kv_cache import page_bytes
 from jaxserve.layers.linear import Linear
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.sharding import check_divisible, make_mesh
 
 CPU_POOL_BYTES = 1 << 30
@@ -23,7 +24,7 @@ CPU_POOL_BYTES = 1 << 30
 class Loaded:
     """A model ready to be compiled."""
 
-    module: nnx.Module
+    module: LlamaForCausalLM
     model_config: ModelConfig
     tokenizer: Any
     generation_defaults: dict[str, Any]
@@ -62,7 +63,7 @@ class Ledger:
         ]
 
 
-def load(config: EngineConfig, model: nnx.Module | None, model_config: ModelConfig | None, tokenizer: Any, progress: bool) -> Loaded:
+def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: ModelConfig | None, tokenizer: Any, progress: bool) -> Loaded:
     """Load weights and tokenizer, or take the caller's."""
     keep_compiled_programs(config)
     mesh = make_mesh(config.parallel)
@@ -105,7 +106,7 @@ def keep_compiled_programs(config: EngineConfig) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def with_own_head(module: nnx.Module) -> nnx.Module:
+def with_own_head(module: LlamaForCausalLM) -> LlamaForCausalLM:
     """A tied model with a head of its own, transposed, sharing all else: on CPU x @ table.T runs at a third of the rate of x @ head."""
     if module.head is not None:
         return module
