@@ -49,11 +49,12 @@ class LLMEngine:
         """Load, size the pool and compile; with `model` (and its model_config), serve a module that the caller already holds."""
         self.start_time_s = time.monotonic()
         loaded = load(config, model, model_config, tokenizer, progress)
-        self.model_config, self.tokenizer, self.generation_defaults = loaded.model_config, loaded.tokenizer, loaded.generation_defaults
+        self.model_config, self.generation_defaults = loaded.model_config, loaded.generation_defaults
         self.config = resolve(config, loaded.model_config)
         self.runner = ModelRunner(self.config, loaded.module, self.model_config, loaded.mesh, loaded.dtype, loaded.kv_dtype, loaded.backend)
         self.ledger = plan_pool(self.config, self.model_config, self.runner)
         self.runner.compile(self.ledger.num_pages, progress)
+        self.tokenizer = loaded.tokenizer.result()
         self.ledger = replace(self.ledger, compile_seconds=self.runner.stats.seconds, num_programs=self.runner.stats.num_programs)
         self.page_manager = PageManager(self.ledger.num_pages, self.config.cache.page_size)
         limits = self.config.scheduler

@@ -187,11 +187,11 @@ def _compile(job: tuple) -> tuple[tuple, Callable, float]:
 def make_buckets(config: EngineConfig) -> list[Bucket]:
     """The forward programs' shapes, smallest first; ValueError when those given do not reach the scheduler's limits.
 
-    Decode rows: powers of two from 2 up, and from 16 also those times 1.5. One row is avoided: XLA on CPU turns a scatter of one index
-    into a select over the whole pool, 30 times slower than two. Mixed tokens: max_num_batched_tokens and its quarters down to 32.
+    Decode rows: powers of two from 8 up, and from 32 also those times 1.5; fewer than 8 rows would take as long, as reading the weights
+    bounds them. Mixed tokens: max_num_batched_tokens and its quarters down to 32.
     """
     limits = config.scheduler
-    most_rows, most_tokens = max(2, limits.max_num_seqs), limits.max_num_batched_tokens
+    most_rows, most_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     decode = limits.decode_buckets or _decode_rows(most_rows)
     tokens = limits.token_buckets or _powers(min(32, most_tokens), most_tokens, 4)
     for name, sizes, limit_name, limit in (
@@ -209,7 +209,7 @@ def sampling_rows(most: int, factor: int) -> list[int]:
 
 
 def _decode_rows(most: int) -> list[int]:
-    rows = {most, *(2**i for i in range(1, 12)), *(3 * 2**i for i in range(3, 11))}
+    rows = {most, *(2**i for i in range(3, 12)), *(3 * 2**i for i in range(4, 11))}
     return sorted(n for n in rows if n <= most)
 
 

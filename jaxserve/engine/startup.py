@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ class Loaded:
 
     module: LlamaForCausalLM
     model_config: ModelConfig
-    tokenizer: Any
+    tokenizer: Future[Any]  # importing transformers takes a second, which compiling hides
     generation_defaults: dict[str, Any]
     mesh: Mesh
     dtype: Any
@@ -70,15 +71,13 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     platform = mesh.devices.flat[0].platform
     dtype = jnp.dtype(config.load.dtype if config.load.dtype != "auto" else default_dtype(platform))
     defaults: dict[str, Any] = {}
+    source = config.load.tokenizer
     if model is None:
         from jaxserve.loader import load_model
 
         loaded = load_model(config, mesh, dtype, progress=progress)
         model, model_config, defaults = loaded.module, loaded.model_config, loaded.generation_defaults
-        if tokenizer is None:
-            from jaxserve.tokenizer import load_tokenizer
-
-            tokenizer = load_tokenizer(config.load.tokenizer or loaded.tokenizer_source)
+        source = config.load.tokenizer or loaded.tokenizer_source
     elif model_config is None:
         raise ValueError("model_config is None; a module of the caller's own needs its ModelConfig (config=...)")
     check_divisible(model_config, config.parallel)
@@ -88,7 +87,22 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     backend = "xla" if config.attention_backend == "auto" else config.attention_backend
     if config.load.generation_config == "none":
         defaults = {}
-    return Loaded(model, model_config, tokenizer, defaults, mesh, model.embedding.table[...].dtype, kv_dtype, backend)
+    return Loaded(model, model_config, _in_background(tokenizer, source), defaults, mesh, model.embedding.table[...].dtype, kv_dtype, backend)
+
+
+def _in_background(tokenizer: Any, source: str | None) -> Future[Any]:
+    """The caller's tokenizer, or the one that loads from `source` in a thread; None where there is neither."""
+    if tokenizer is not None or source is None:
+        done: Future[Any] = Future()
+        done.set_result(tokenizer)
+        return done
+    from jaxserve.tokenizer import load_tokenizer
+
+    thread = ThreadPoolExecutor(1)
+    try:
+        return thread.submit(load_tokenizer, source)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def default_dtype(platform: str) -> str:
