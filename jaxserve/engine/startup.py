@@ -87,7 +87,9 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     backend = "xla" if config.attention_backend == "auto" else config.attention_backend
     if config.load.generation_config == "none":
         defaults = {}
-    return Loaded(model, model_config, _in_background(tokenizer, source), defaults, mesh, model.embedding.table[...].dtype, kv_dtype, backend)
+    return Loaded(
+        model, model_config, _in_background(tokenizer, source), defaults, mesh, model.embedding.table[...].dtype, kv_dtype, backend
+    )
 
 
 def _in_background(tokenizer: Any, source: str | None) -> Future[Any]:
