@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[TokenOutput | BaseException]] = {}
         self._requests: dict[str, Request] = {}
+        self._numbers = itertools.count()
         self._accepting = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop  # set by start()
@@ -64,7 +66,8 @@ class AsyncEngine:
         ValueError for a request that can never run, QueueFull and EngineStopped when it cannot run now. Leaving the iterator aborts.
         """
         self.check_capacity(params.n)
-        requests = self.engine.make_requests(prompt_token_ids, params, request_id)
+        # The number makes the engine's ids unique: the caller may use an id again while a step still holds its aborted predecessor.
+        requests = self.engine.make_requests(prompt_token_ids, params, f"{request_id}.{next(self._numbers)}")
         processors = {r.request_id: SequenceProcessor(r, self.engine.tokenizer) for r in requests}
         stream: asyncio.Queue[TokenOutput | BaseException] = asyncio.Queue()
         for request in requests:

@@ -61,7 +61,8 @@ class LLMEngine:
         self.scheduler = Scheduler(limits, self.page_manager)
         self.stats = EngineStats()
         self._in_flight: InFlightStep | None = None
-        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        # by request, not by id: an aborted request may still be in flight when its id comes again
+        self._prompt_logprobs: dict[Request, list[TokenLogprobs | None]] = {}
         self._seeds = itertools.count(config.seed * 1_000_003)
         self.ledger = replace(self.ledger, startup_seconds=time.monotonic() - self.start_time_s)
 
@@ -105,12 +106,14 @@ class LLMEngine:
         self.scheduler.add(request)
         self.stats.prompt_tokens += request.num_prompt_tokens
         if request.sampling_params.prompt_logprobs is not None:
-            self._prompt_logprobs[request.request_id] = [None] * request.num_prompt_tokens
+            self._prompt_logprobs[request] = [None] * request.num_prompt_tokens
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None) -> Request | None:
         """End a request at any moment; its pages are free at once. None when it is not known (any more)."""
-        self._prompt_logprobs.pop(request_id, None)
-        return self.scheduler.abort(request_id, reason, stop_reason)
+        request = self.scheduler.abort(request_id, reason, stop_reason)
+        if request is not None:
+            self._prompt_logprobs.pop(request, None)
+        return request
 
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then take in the results of the one before, which ran meanwhile."""
@@ -153,14 +156,14 @@ class LLMEngine:
         """
         complete, first = {}, 0
         for row in scheduled.rows:
-            request, kept = row.request, self._prompt_logprobs.get(row.request.request_id)
+            request, kept = row.request, self._prompt_logprobs.get(row.request)
             if kept is not None:
                 count = request.sampling_params.prompt_logprobs or 0
                 for offset in range(min(row.num_tokens, request.num_prompt_tokens - row.start - 1)):
                     target = row.start + offset + 1
                     kept[target] = token_logprobs(request.prompt_token_ids[target], result.prompt_logprobs or (), first + offset, count)
                 if row.start + row.num_tokens >= request.num_prompt_tokens:
-                    complete[request.request_id] = tuple(self._prompt_logprobs.pop(request.request_id))
+                    complete[request.request_id] = tuple(self._prompt_logprobs.pop(request))
             first += row.num_tokens
         return complete
 
