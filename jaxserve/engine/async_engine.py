@@ -22,13 +22,13 @@ class AsyncEngine:
         self.engine = engine
         self.error: BaseException | None = None
         self.on_finish: Callable[[Request], None] = lambda request: None  # called on the event loop for every ended sequence
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[TokenOutput | BaseException]] = {}
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self._accepting = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by start()
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -54,7 +54,9 @@ class AsyncEngine:
             return
         room = limits.max_num_seqs + limits.max_num_queued_requests - self.num_unfinished
         if count > room:
-            raise QueueFull(f"{self.num_unfinished} requests run or wait, max_num_queued_requests is {limits.max_num_queued_requests}; retry later")
+            raise QueueFull(
+                f"{self.num_unfinished} requests run or wait, max_num_queued_requests is {limits.max_num_queued_requests}; retry later"
+            )
 
     async def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, prompt: str | None = None

@@ -27,7 +27,8 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
 
     def block(i, results):
         first = i * block_rows
-        state = _attend_block(*(lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_wide, tables, lens)), pages, options)
+        q_block, tables_block, lens_block = (lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_wide, tables, lens))
+        state = _attend_block(q_block, tables_block, lens_block, pages, options)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, state, strict=True))
 
     empty = online.start(num_rows + pad, num_heads, q_wide.shape[-1])

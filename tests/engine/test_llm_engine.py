@@ -107,6 +107,14 @@ def test_prompt_logprobs_do_not_depend_on_chunks(make_llm, prompts, options):
         assert a.is_greedy == b.is_greedy
 
 
+def test_a_target_after_an_empty_prompt_is_refused(make_llm):
+    """Its first token has no prediction; after one token it has."""
+    with pytest.raises(ValueError, match=r"prompts\[1\] has no tokens"):
+        make_llm().score([[5], []], [[7], [7]], use_tqdm=False)
+    [score] = make_llm().score([[5]], [[7, 8]], use_tqdm=False)
+    assert (score.token_ids, score.num_context_tokens, len(score.logprobs)) == ([5, 7, 8], 1, 2)
+
+
 def test_prompt_and_output_logprobs_together(make_llm, prompts):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, prompt_logprobs=2, ignore_eos=True)
     for prompt in prompts[:5]:  # one is 33 tokens long: 32 in a mixed step and the last in a decode step

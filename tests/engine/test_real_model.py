@@ -35,5 +35,6 @@ def test_text_chat_and_score(llm):
     paris, rome = llm.score(["The capital of France is"] * 2, [" Paris", " Rome"], use_tqdm=False)
     assert paris.total > rome.total
     assert paris.is_greedy[0]
-    stopped = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8, stop="ris"), use_tqdm=False)[0].outputs[0]
+    until_ris = SamplingParams(temperature=0, max_tokens=8, stop="ris")
+    stopped = llm.generate("The capital of France is", until_ris, use_tqdm=False)[0].outputs[0]
     assert (stopped.text, stopped.stop_reason) == (" Pa", "ris")
