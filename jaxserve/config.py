@@ -165,6 +165,7 @@ class ServerConfig:
     chat_template: str | None = option(None, "file with a Jinja chat template, or the template itself")
     allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from")
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    request_body_timeout: float = option(60.0, "seconds in which a request's body must have come")
     max_request_bytes: int = option(32 * 1024 * 1024, "longest request body")
     metrics_prefix: str = option("jaxserve:", "prefix of the metrics' names")
 
@@ -177,6 +178,7 @@ class ServerConfig:
                 "a key that is not empty and has no space at its ends",
             ),
             "shutdown_timeout": (self.shutdown_timeout >= 0, "seconds, 0 or more"),
+            "request_body_timeout": (self.request_body_timeout > 0, "seconds, more than 0"),
             "max_request_bytes": (self.max_request_bytes >= 1, "at least 1"),
             "metrics_prefix": (re.fullmatch("[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix), "letters, digits, _ and :, no digit first"),
         }
