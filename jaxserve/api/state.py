@@ -160,7 +160,7 @@ class ServerState:
         try:
             ids = await _offload(size, lambda: tokenizer.apply_chat_template(messages, **keywords))
         except ValueError as e:
-            raise from_value_error(e, set(), "messages") from None
+            raise from_value_error(e, {"chat_template_kwargs"}, "messages") from None
         if not ids:
             raise bad_request("the chat template made an empty prompt", "messages", "empty_prompt")
         return Prompt(ids)
