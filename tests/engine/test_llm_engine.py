@@ -223,6 +223,15 @@ def test_a_request_larger_than_the_pool_is_refused(make_llm):
     assert engine.make_requests([1] * 100, SamplingParams(max_tokens=None), "open")[0].max_tokens == 12 * 16 - 100
 
 
+def test_a_pool_of_one_page_serves_what_fits(make_llm, prompts, solo):
+    llm = make_llm(num_pages=1)
+    short = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    outputs = tokens(llm, [prompts[7], prompts[6], prompts[7]], short)  # 9, 3 and 9 tokens
+    assert [ids for (ids,) in outputs] == [solo[GREEDY][i][0][:7] for i in (7, 6, 7)]
+    with pytest.raises(ValueError, match=r"the page pool holds \(1 pages of 16 tokens\)"):
+        llm.engine.make_requests(prompts[7], SamplingParams(max_tokens=8), "long")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
