@@ -53,12 +53,11 @@ class LLMEngine:
         self.config = resolve(config, loaded.model_config)
         self.runner = ModelRunner(self.config, loaded.module, self.model_config, loaded.mesh, loaded.dtype, loaded.kv_dtype, loaded.backend)
         self.ledger = plan_pool(self.config, self.model_config, self.runner)
-        self.runner.compile(self.ledger.num_pages, progress)
+        cost = self.runner.compile(self.ledger.num_pages, progress)
         self.tokenizer = loaded.tokenizer.result()
-        self.ledger = replace(self.ledger, compile_seconds=self.runner.stats.seconds, num_programs=self.runner.stats.num_programs)
+        self.ledger = replace(self.ledger, scratch_bytes=cost.temp_bytes, compile_seconds=cost.seconds, num_programs=cost.num_programs)
         self.page_manager = PageManager(self.ledger.num_pages, self.config.cache.page_size)
-        limits = self.config.scheduler
-        self.scheduler = Scheduler(limits, self.page_manager)
+        self.scheduler = Scheduler(self.config.scheduler, self.page_manager)
         self.stats = EngineStats()
         self._in_flight: InFlightStep | None = None
         # by request, not by id: an aborted request may still be in flight when its id comes again

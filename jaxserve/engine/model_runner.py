@@ -90,8 +90,8 @@ class ModelRunner:
         self.prev_ids: jax.Array | None = None
         self.prev_rows: dict[str, int] = {}
 
-    def compile(self, num_pages: int, progress: bool = False) -> None:
-        """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more."""
+    def compile(self, num_pages: int, progress: bool = False) -> CompileStats:
+        """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more. Returns what it cost."""
         start = time.perf_counter()
         pool = abstract_kv_cache(
             self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend, self.rolled
@@ -102,6 +102,8 @@ class ModelRunner:
             for key, program, seconds in threads.map(_compile, jobs):
                 self.programs[key] = program
                 self.stats.program_seconds["/".join(map(str, key))] = seconds
+                memory = program.memory_analysis()
+                self.stats.temp_bytes = max(self.stats.temp_bytes, memory.temp_size_in_bytes if memory else 0)
                 bar.update()
         bar.close()
         zeros = jax.jit(
@@ -111,6 +113,7 @@ class ModelRunner:
         self.prev_ids = jax.device_put(np.zeros(self.max_num_seqs, np.int32), self.replicated)
         self.stats.num_programs = len(self.programs)
         self.stats.seconds = time.perf_counter() - start
+        return self.stats
 
     def _jobs(self, pool: KVCache) -> list[tuple]:
         """(key, function, donated arguments, abstract arguments, output shardings) of every program, the slowest to compile first."""
@@ -177,7 +180,7 @@ class ModelRunner:
         return jax.device_put(array, self.replicated)
 
 
-def _compile(job: tuple) -> tuple[tuple, Callable, float]:
+def _compile(job: tuple) -> tuple[tuple, jax.stages.Compiled, float]:
     key, function, donated, arguments, out_shardings = job
     start = time.perf_counter()
     program = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).lower(*arguments).compile()

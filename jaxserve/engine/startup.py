@@ -44,6 +44,7 @@ class Ledger:
     num_pages: int
     page_size: int
     device_bytes: int | None = None
+    scratch_bytes: int = 0  # the largest program's temporaries
     compile_seconds: float = 0.0
     num_programs: int = 0
     startup_seconds: float = 0.0
@@ -59,6 +60,7 @@ class Ledger:
         return [
             f"weights   {self.weights_bytes / gib:8.3f} GiB",
             f"KV pool   {self.pool_bytes / gib:8.3f} GiB  {self.num_pages} pages of {self.page_size} tokens, {tokens} tokens",
+            f"scratch   {self.scratch_bytes / gib:8.3f} GiB",
             f"programs  {self.num_programs:8d}      compiled in {self.compile_seconds:.1f} s",
             f"ready in  {self.startup_seconds:8.1f} s",
         ]

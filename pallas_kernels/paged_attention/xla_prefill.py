@@ -8,7 +8,7 @@ from pallas_kernels.paged_attention.options import Options
 from pallas_kernels.paged_attention.xla_decode import chunk_pages, gather_pages, pad_tables
 
 TILE_QUERIES = 64
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 64
 
 
 def prefill_rows(
