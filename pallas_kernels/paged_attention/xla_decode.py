@@ -8,6 +8,7 @@ from pallas_kernels.paged_attention.options import Options
 
 ROWS_PER_BLOCK = 16
 CHUNK_TOKENS = 128
+FEW_ROWS = 32  # up to here a block's rows differ much in length, and half a chunk wastes less on the short ones
 
 
 def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_lens: Array, options: Options) -> tuple[Array, Array]:
@@ -20,13 +21,15 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
     block_rows = min(ROWS_PER_BLOCK, num_rows)
     order = jnp.argsort(-seq_lens)
     pad = -num_rows % block_rows
-    tables = pad_tables(block_tables, chunk_pages(pages[0]))[order]
+    num_pages = chunk_pages(pages[0], CHUNK_TOKENS if num_rows > FEW_ROWS else CHUNK_TOKENS // 2)
+    tables = pad_tables(block_tables, num_pages)[order]
     lens = jnp.pad(seq_lens[order], (0, pad))
     tables, q_sorted = (jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1)) for x in (tables, q[order]))
 
     def block(i, results):
         first = i * block_rows
-        new = _attend_block(*(lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_sorted, tables, lens)), pages, options)
+        rows = (lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_sorted, tables, lens))
+        new = _attend_block(*rows, pages, num_pages, options)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, new, strict=True))
 
     # Rows of length 0 lie behind the last block.
@@ -37,11 +40,15 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
     return o[back], lse[back]
 
 
-def _attend_block(q: Array, tables: Array, lens: Array, pages: tuple[Array, Array], options: Options) -> tuple[Array, Array]:
-    """Rows of one block, longest first: q [B, H, D], tables [B, MP], lens [B] -> (o float32 [B, H, D], lse [B, H])."""
+def _attend_block(
+    q: Array, tables: Array, lens: Array, pages: tuple[Array, Array], num_pages: int, options: Options
+) -> tuple[Array, Array]:
+    """Rows of one block, longest first, ``num_pages`` at a time.
+
+    q [B, H, D], tables [B, MP] with MP a multiple of num_pages, lens [B] -> (o float32 [B, H, D], lse [B, H]).
+    """
     q = widen_queries(q, pages[0])
     num_rows, num_heads, width = q.shape
-    num_pages = chunk_pages(pages[0])
     chunk = num_pages * pages[0].shape[1]
     position = lens[:, None] - 1
     first_seen = jnp.zeros_like(position) if options.sliding_window is None else jnp.maximum(position - options.sliding_window + 1, 0)
@@ -86,7 +93,7 @@ def narrow_outputs(o: Array, k_pages: Array) -> Array:
     return jnp.where(own, o, 0).sum(3).reshape(num_rows, num_heads, head_dim)
 
 
-def chunk_pages(k_pages: Array, chunk_tokens: int = CHUNK_TOKENS) -> int:
+def chunk_pages(k_pages: Array, chunk_tokens: int) -> int:
     """Pages in one chunk of keys."""
     return max(1, chunk_tokens // k_pages.shape[1])
 

@@ -68,7 +68,9 @@ def _attend_tile(q: Array, table: Array, position: Array, pages: tuple[Array, Ar
     q = q.reshape(tile, num_kv_heads, group, head_dim).transpose(1, 0, 2, 3).reshape(num_kv_heads, tile * group, head_dim)
     query_position = jnp.repeat(position, group)[:, None]
     end = jnp.max(position) + 1
-    first_seen = jnp.zeros_like(end) if options.sliding_window is None else jnp.maximum(jnp.min(jnp.where(position >= 0, position, end)) - options.sliding_window + 1, 0)
+    first_seen = jnp.zeros_like(end)
+    if options.sliding_window is not None:
+        first_seen = jnp.maximum(jnp.min(jnp.where(position >= 0, position, end)) - options.sliding_window + 1, 0)
     slopes = options.alibi_slopes
     if slopes is not None:
         slopes = jnp.broadcast_to(slopes.reshape(num_kv_heads, 1, group), (num_kv_heads, tile, group)).reshape(num_kv_heads, -1, 1)
