@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,5 +50,5 @@ def abstract_kv_cache(config: ModelConfig, num_pages: int, page_size: int, dtype
     num_arrays, layers_each = (1, config.num_layers) if stacked else (config.num_layers, 1)
     shape = pallas_kernels.pool_shape(num_pages * layers_each, page_size, config.num_kv_heads, config.head_dim, backend)
     spec = PartitionSpec(*("tensor" if axis == "kv_heads" else None for axis in pallas_kernels.pool_axes(backend)))
-    pages = (jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)),) * num_arrays
+    pages: tuple[Any, ...] = (jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)),) * num_arrays
     return KVCache(pages, pages)

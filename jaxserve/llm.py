@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
-from flax import nnx
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.llm_engine import LLMEngine
 from jaxserve.engine.output_processor import SequenceProcessor
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.request import CompletionOutput, FinishReason, Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -34,14 +35,29 @@ class ScoreOutput:
         return sum(self.logprobs)
 
 
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, as text or as token ids, or several, as a list."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
 class LLM:
     """A model in this process. Options are EngineConfig's fields, e.g. LLM("DIR", max_model_len=4096, page_size=32).
 
     LLM(model=nnx_module, config=ModelConfig(...), tokenizer=...) serves a module that the caller already holds in memory.
     """
 
-    def __init__(self, model: str | nnx.Module, *, config: ModelConfig | None = None, tokenizer: Any = None, progress: bool = True, **options: Any):
-        if isinstance(model, nnx.Module):
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | LlamaForCausalLM,
+        *,
+        config: ModelConfig | None = None,
+        tokenizer: Any = None,
+        progress: bool = True,
+        **options: Any,
+    ):
+        if not isinstance(model, (str, os.PathLike)):
             engine_config = EngineConfig.from_options(**options)
             self.engine = LLMEngine(engine_config, model=model, model_config=config or model.config, tokenizer=tokenizer, progress=progress)
         else:
@@ -59,10 +75,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts (strings or token ids), results in input order; one SamplingParams for all, or one a prompt."""
-        prompts = [prompts] if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)) else list(prompts)
-        settings = self._settings(params, len(prompts))
-        texts = [p if isinstance(p, str) else None for p in prompts]
-        encoded = [self._encode(p) for p in prompts]
+        many = _as_list(prompts)
+        settings = self._settings(params, len(many))
+        texts = [p if isinstance(p, str) else None for p in many]
+        encoded = [self._encode(p) for p in many]
         requests = [self.engine.make_requests(ids, s, f"generate-{next(self._ids)}") for ids, s in zip(encoded, settings, strict=True)]
         return self._run(texts, requests, use_tqdm)
 
@@ -76,7 +92,9 @@ class LLM:
         """Log-probabilities of the prompts' own tokens, or of `targets` after their prompts."""
         encoded, contexts = [], []
         for i, prompt in enumerate(prompts):
-            ids = list(self._encode(prompt))
+            ids = self._encode(prompt)
+            if targets is not None and not ids:
+                raise ValueError(f"prompts[{i}] has no tokens, so its target's first token has no prediction; give at least one token")
             contexts.append(len(ids) if targets is not None else 1)
             encoded.append(ids + (self._encode(targets[i], special=False) if targets is not None else []))
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0)
@@ -85,7 +103,7 @@ class LLM:
 
     @staticmethod
     def _score(output: RequestOutput, context: int) -> ScoreOutput:
-        scored = output.prompt_logprobs[context:]
+        scored = [t for t in (output.prompt_logprobs or [])[context:] if t is not None]  # None: the first token, never scored
         return ScoreOutput(output.prompt_token_ids, context, [t.logprob for t in scored], [t.rank == 1 for t in scored])
 
     def _run(self, texts: list[str | None], requests: list[list[Request]], use_tqdm: bool) -> list[RequestOutput]:

@@ -17,7 +17,8 @@ def make_mesh(config: ParallelConfig) -> Mesh:
     """A mesh over the first `tensor_parallel_size` devices; ValueError when there are fewer."""
     size, devices = config.tensor_parallel_size, jax.devices()
     if not 1 <= size <= len(devices):
-        raise ValueError(f"tensor_parallel_size is {size}, but this process sees {len(devices)} {devices[0].platform} device(s); give 1 to {len(devices)}")
+        found = f"{len(devices)} {devices[0].platform} device(s)"
+        raise ValueError(f"tensor_parallel_size is {size}, but this process sees {found}; give 1 to {len(devices)}")
     return Mesh(np.array(devices[:size]).reshape(1, size), ("data", "tensor"))
 
 

@@ -29,7 +29,7 @@ class Reference:
     """transformers' log-probabilities of given tokens."""
 
     def __init__(self, path: str):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]  # only the parity extra brings it
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.torch = torch

@@ -112,9 +112,7 @@ def compare(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> dict[st
 
 def compare_tokens(a: Path, b: Path) -> dict[str, Any]:
     """How many requests have the same output ids in two files of {"id", "output_token_ids"} rows; only ids in both count."""
-    ours, theirs = (
-        {row["id"]: row["output_token_ids"] for row in map(json.loads, path.read_text().splitlines())} for path in (a, b)
-    )
+    ours, theirs = ({row["id"]: row["output_token_ids"] for row in map(json.loads, path.read_text().splitlines())} for path in (a, b))
     both = [key for key in ours if key in theirs]
     different = [key for key in both if ours[key] != theirs[key]]
     firsts = {key: next((i for i, (x, y) in enumerate(zip(ours[key], theirs[key], strict=False)) if x != y), None) for key in different}

@@ -23,7 +23,6 @@ LEVELS = (
         "jaxserve.sampler",
         "jaxserve.sharding",
         "jaxserve.tokenizer",
-        "jaxserve.detokenizer",
         "jaxserve.gguf_tokenizer",
     ),
     ("jaxserve.engine", "jaxserve.engine.model_runner", "jaxserve.engine.scheduler"),

@@ -13,8 +13,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_option_tables_list_exactly_the_options() -> None:
     classes = [EngineConfig, *layers(EngineConfig).values(), ServerConfig]
     fields = [f for cls in classes for f in dataclasses.fields(cls) if f.name not in layers(EngineConfig)]
-    options = ["--" + f.name.replace("_", "-") for f in fields if not f.metadata.get("positional")]
-    assert sorted(re.findall(r"^\| `(--[a-z-]+)`", README, re.MULTILINE)) == sorted(options)
+    helps = {
+        "--" + f.name.replace("_", "-"): f.metadata["help"] for f in fields if not f.metadata.get("positional") and "help" in f.metadata
+    }
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", README, re.MULTILINE)
+    assert sorted(option for option, _ in rows) == sorted(helps)
+    for option, text in rows:
+        assert text.removesuffix(")").split(" (default: ")[0] == helps[option], option
 
 
 def test_links_point_at_files() -> None:

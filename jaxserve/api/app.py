@@ -22,7 +22,12 @@ def create_app(state: ServerState) -> FastAPI:
     if state.config.api_key is not None:
         middleware.append(Middleware(ApiKeyMiddleware, api_key=state.config.api_key))
     app = FastAPI(
-        title="jaxserve", version=jaxserve.__version__, middleware=middleware, exception_handlers=HANDLERS, redirect_slashes=False, redoc_url=None
+        title="jaxserve",
+        version=jaxserve.__version__,
+        middleware=middleware,
+        exception_handlers=HANDLERS,
+        redirect_slashes=False,
+        redoc_url=None,
     )
     add_routes(app)
     app.state.server = state

@@ -223,7 +223,9 @@ def add_routes(app: FastAPI) -> None:
     for path, (endpoint, body) in _ENDPOINTS.items():
         described = None
         if body is not None:
-            schema = body.model_json_schema(ref_template=f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}")
+            schema = body.model_json_schema(
+                ref_template=f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
+            )
             described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
         methods = ["GET"] if body is None else ["POST"]
         app.add_api_route(path, guarded(endpoint), methods=methods, response_model=None, openapi_extra=described)

@@ -28,7 +28,7 @@ Load = Callable[[EngineConfig], tuple[Any, Any, Any]]
 
 def serve(engine_config: EngineConfig, config: ServerConfig, load: Load | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code. 1, with one line on stderr, when the start fails."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    _start_log()
     try:
         listener = bind(config.host, config.port)
         state = ServerState(config, engine_config.load.model)
@@ -40,6 +40,12 @@ def serve(engine_config: EngineConfig, config: ServerConfig, load: Load | None =
     process = _Process(state, engine_config, _Server(uvicorn_config), load or load_engine)
     with asyncio.Runner(loop_factory=uvicorn_config.get_loop_factory()) as runner:
         return runner.run(process.run(listener))
+
+
+def _start_log() -> None:
+    """Our own log from INFO on, others' from WARNING on, to stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -102,6 +108,8 @@ class _Process:
             return self._code
         engine.start()
         self._state.ready(engine, llm, counter)
+        for line in llm.ledger.lines():
+            log.info(line)
         log.info("ready after %.1f s, serving %s", time.monotonic() - began, ", ".join(self._state.names))
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
 import time
@@ -21,12 +22,13 @@ class AsyncEngine:
         self.engine = engine
         self.error: BaseException | None = None
         self.on_finish: Callable[[Request], None] = lambda request: None  # called on the event loop for every ended sequence
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[TokenOutput | BaseException]] = {}
         self._requests: dict[str, Request] = {}
+        self._numbers = itertools.count()
         self._accepting = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by start()
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -52,7 +54,9 @@ class AsyncEngine:
             return
         room = limits.max_num_seqs + limits.max_num_queued_requests - self.num_unfinished
         if count > room:
-            raise QueueFull(f"{self.num_unfinished} requests run or wait, max_num_queued_requests is {limits.max_num_queued_requests}; retry later")
+            raise QueueFull(
+                f"{self.num_unfinished} requests run or wait, max_num_queued_requests is {limits.max_num_queued_requests}; retry later"
+            )
 
     async def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, prompt: str | None = None
@@ -62,7 +66,8 @@ class AsyncEngine:
         ValueError for a request that can never run, QueueFull and EngineStopped when it cannot run now. Leaving the iterator aborts.
         """
         self.check_capacity(params.n)
-        requests = self.engine.make_requests(prompt_token_ids, params, request_id)
+        # The number makes the engine's ids unique: the caller may use an id again while a step still holds its aborted predecessor.
+        requests = self.engine.make_requests(prompt_token_ids, params, f"{request_id}.{next(self._numbers)}")
         processors = {r.request_id: SequenceProcessor(r, self.engine.tokenizer) for r in requests}
         stream: asyncio.Queue[TokenOutput | BaseException] = asyncio.Queue()
         for request in requests:

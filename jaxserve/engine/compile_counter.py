@@ -14,10 +14,10 @@ class CompileCounter:
         self.count, self.seconds, self._at_ready = 0, 0.0, 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _EVENT:
             self.count += 1
-            self.seconds += duration_s
+            self.seconds += duration_secs
 
     def mark_ready(self) -> None:
         self._at_ready = self.count

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, replace
-
-import jax
-import jax.numpy as jnp
-from flax import nnx
+from typing import cast
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.model_runner import InFlightStep, ModelRunner, StepResult
 from jaxserve.engine.page_manager import PageManager
 from jaxserve.engine.scheduler import Scheduler, SchedulerOutput
 from jaxserve.engine.startup import load, plan_pool, resolve
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
 from jaxserve.sampler import MAX_SUPPRESSED
 from jaxserve.sampling_params import SamplingParams
@@ -43,7 +41,7 @@ class LLMEngine:
         self,
         config: EngineConfig,
         *,
-        model: nnx.Module | None = None,
+        model: LlamaForCausalLM | None = None,
         model_config: ModelConfig | None = None,
         tokenizer=None,
         progress: bool = False,
@@ -51,18 +49,19 @@ class LLMEngine:
         """Load, size the pool and compile; with `model` (and its model_config), serve a module that the caller already holds."""
         self.start_time_s = time.monotonic()
         loaded = load(config, model, model_config, tokenizer, progress)
-        self.model_config, self.tokenizer, self.generation_defaults = loaded.model_config, loaded.tokenizer, loaded.generation_defaults
+        self.model_config, self.generation_defaults = loaded.model_config, loaded.generation_defaults
         self.config = resolve(config, loaded.model_config)
         self.runner = ModelRunner(self.config, loaded.module, self.model_config, loaded.mesh, loaded.dtype, loaded.kv_dtype, loaded.backend)
         self.ledger = plan_pool(self.config, self.model_config, self.runner)
-        self.runner.compile(self.ledger.num_pages, progress)
-        self.ledger = replace(self.ledger, compile_seconds=self.runner.stats.seconds, num_programs=self.runner.stats.num_programs)
+        cost = self.runner.compile(self.ledger.num_pages, progress)
+        self.tokenizer = loaded.tokenizer.result()
+        self.ledger = replace(self.ledger, scratch_bytes=cost.temp_bytes, compile_seconds=cost.seconds, num_programs=cost.num_programs)
         self.page_manager = PageManager(self.ledger.num_pages, self.config.cache.page_size)
-        limits = self.config.scheduler
-        self.scheduler = Scheduler(limits, self.page_manager)
+        self.scheduler = Scheduler(self.config.scheduler, self.page_manager)
         self.stats = EngineStats()
         self._in_flight: InFlightStep | None = None
-        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        # by request, not by id: an aborted request may still be in flight when its id comes again
+        self._prompt_logprobs: dict[Request, list[TokenLogprobs | None]] = {}
         self._seeds = itertools.count(config.seed * 1_000_003)
         self.ledger = replace(self.ledger, startup_seconds=time.monotonic() - self.start_time_s)
 
@@ -73,7 +72,8 @@ class LLMEngine:
     @property
     def capacity_tokens(self) -> int:
         """The most tokens one request can have, prompt and output: max_model_len, or the whole pool where that is smaller."""
-        return min(self.config.scheduler.max_model_len, self.page_manager.num_usable_pages * self.page_manager.page_size)
+        longest = cast(int, self.config.scheduler.max_model_len)  # resolve() has replaced None
+        return min(longest, self.page_manager.num_usable_pages * self.page_manager.page_size)
 
     def make_requests(self, prompt_token_ids: list[int], params: SamplingParams, request_id: str) -> list[Request]:
         """The n requests of one prompt, with everything checked that can be: ValueError names field, value, limit and remedy."""
@@ -87,11 +87,11 @@ class LLMEngine:
         if not params.ignore_eos:
             stops.update(self.model_config.eos_token_ids)
         if params.min_tokens > 0 and len(stops) > MAX_SUPPRESSED:
-            raise ValueError(f"stop_token_ids and end-of-sequence ids are {len(stops)}; with min_tokens at most {MAX_SUPPRESSED} are possible")
+            raise ValueError(
+                f"stop_token_ids and end-of-sequence ids are {len(stops)}; with min_tokens at most {MAX_SUPPRESSED} are possible"
+            )
         seed = next(self._seeds) if params.seed is None else params.seed
-        return [
-            Request(f"{request_id}-{i}", prompt_token_ids, params, max_tokens, frozenset(stops), seed, i) for i in range(params.n)
-        ]
+        return [Request(f"{request_id}-{i}", prompt_token_ids, params, max_tokens, frozenset(stops), seed, i) for i in range(params.n)]
 
     def _check_prompt(self, prompt_token_ids: list[int]) -> None:
         if not prompt_token_ids:
@@ -105,12 +105,14 @@ class LLMEngine:
         self.scheduler.add(request)
         self.stats.prompt_tokens += request.num_prompt_tokens
         if request.sampling_params.prompt_logprobs is not None:
-            self._prompt_logprobs[request.request_id] = [None] * request.num_prompt_tokens
+            self._prompt_logprobs[request] = [None] * request.num_prompt_tokens
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: str | None = None) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None) -> Request | None:
         """End a request at any moment; its pages are free at once. None when it is not known (any more)."""
-        self._prompt_logprobs.pop(request_id, None)
-        return self.scheduler.abort(request_id, reason, stop_reason)
+        request = self.scheduler.abort(request_id, reason, stop_reason)
+        if request is not None:
+            self._prompt_logprobs.pop(request, None)
+        return request
 
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then take in the results of the one before, which ran meanwhile."""
@@ -153,14 +155,14 @@ class LLMEngine:
         """
         complete, first = {}, 0
         for row in scheduled.rows:
-            request, kept = row.request, self._prompt_logprobs.get(row.request.request_id)
+            request, kept = row.request, self._prompt_logprobs.get(row.request)
             if kept is not None:
                 count = request.sampling_params.prompt_logprobs or 0
                 for offset in range(min(row.num_tokens, request.num_prompt_tokens - row.start - 1)):
                     target = row.start + offset + 1
-                    kept[target] = token_logprobs(request.prompt_token_ids[target], result.prompt_logprobs, first + offset, count)
+                    kept[target] = token_logprobs(request.prompt_token_ids[target], result.prompt_logprobs or (), first + offset, count)
                 if row.start + row.num_tokens >= request.num_prompt_tokens:
-                    complete[request.request_id] = tuple(self._prompt_logprobs.pop(request.request_id))
+                    complete[request.request_id] = tuple(self._prompt_logprobs.pop(request))
             first += row.num_tokens
         return complete
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxserve.engine import programs
 from jaxserve.engine.input_batch import Bucket, InputLayout, SamplingLayout, sampling_variant, successors
 from jaxserve.engine.scheduler import SchedulerOutput
 from jaxserve.kv_cache import KVCache, abstract_kv_cache
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.sampler import VARIANTS
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.sharding import param_sharding
@@ -62,7 +63,9 @@ class InFlightStep:
 class ModelRunner:
     """Owns the weights, the pool and the programs of one model on one mesh."""
 
-    def __init__(self, config: EngineConfig, model: nnx.Module, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str):
+    def __init__(
+        self, config: EngineConfig, model: LlamaForCausalLM, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str
+    ):
         self.config, self.model_config, self.mesh, self.backend = config, model_config, mesh, backend
         platform = mesh.devices.flat[0].platform
         self.rolled = platform == "cpu" if config.layer_loop == "auto" else config.layer_loop == "rolled"
@@ -75,7 +78,7 @@ class ModelRunner:
         self.buckets = make_buckets(config)
         self.max_num_seqs = max(bucket.num_rows for bucket in self.buckets)
         page_size, vocab_size = config.cache.page_size, model_config.vocab_size
-        width = -(-config.scheduler.max_model_len // page_size)
+        width = -(-cast(int, config.scheduler.max_model_len) // page_size)  # resolve() has replaced None
         self.layouts = {bucket: InputLayout(bucket, width, page_size) for bucket in self.buckets}
         self.sampling_layouts = {
             variant: [SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.max_num_seqs, 2 if variant == "greedy" else 4)]
@@ -87,23 +90,30 @@ class ModelRunner:
         self.prev_ids: jax.Array | None = None
         self.prev_rows: dict[str, int] = {}
 
-    def compile(self, num_pages: int, progress: bool = False) -> None:
-        """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more."""
+    def compile(self, num_pages: int, progress: bool = False) -> CompileStats:
+        """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more. Returns what it cost."""
         start = time.perf_counter()
-        pool = abstract_kv_cache(self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend, self.rolled)
+        pool = abstract_kv_cache(
+            self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend, self.rolled
+        )
         jobs = self._jobs(pool)
         bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
         with ThreadPoolExecutor(max_workers=2) as threads:
             for key, program, seconds in threads.map(_compile, jobs):
                 self.programs[key] = program
                 self.stats.program_seconds["/".join(map(str, key))] = seconds
+                memory = program.memory_analysis()
+                self.stats.temp_bytes = max(self.stats.temp_bytes, memory.temp_size_in_bytes if memory else 0)
                 bar.update()
         bar.close()
-        zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), pool), out_shardings=jax.tree.map(lambda a: a.sharding, pool))
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), pool), out_shardings=jax.tree.map(lambda a: a.sharding, pool)
+        )
         self.pool = zeros()
         self.prev_ids = jax.device_put(np.zeros(self.max_num_seqs, np.int32), self.replicated)
         self.stats.num_programs = len(self.programs)
         self.stats.seconds = time.perf_counter() - start
+        return self.stats
 
     def _jobs(self, pool: KVCache) -> list[tuple]:
         """(key, function, donated arguments, abstract arguments, output shardings) of every program, the slowest to compile first."""
@@ -170,7 +180,7 @@ class ModelRunner:
         return jax.device_put(array, self.replicated)
 
 
-def _compile(job: tuple) -> tuple[tuple, Callable, float]:
+def _compile(job: tuple) -> tuple[tuple, jax.stages.Compiled, float]:
     key, function, donated, arguments, out_shardings = job
     start = time.perf_counter()
     program = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).lower(*arguments).compile()
@@ -180,11 +190,11 @@ def _compile(job: tuple) -> tuple[tuple, Callable, float]:
 def make_buckets(config: EngineConfig) -> list[Bucket]:
     """The forward programs' shapes, smallest first; ValueError when those given do not reach the scheduler's limits.
 
-    Decode rows: powers of two from 2 up, and from 16 also those times 1.5. One row is avoided: XLA on CPU turns a scatter of one index
-    into a select over the whole pool, 30 times slower than two. Mixed tokens: max_num_batched_tokens and its quarters down to 32.
+    Decode rows: powers of two from 8 up, and from 32 also those times 1.5; fewer than 8 rows would take as long, as reading the weights
+    bounds them. Mixed tokens: max_num_batched_tokens and its quarters down to 32.
     """
     limits = config.scheduler
-    most_rows, most_tokens = max(2, limits.max_num_seqs), limits.max_num_batched_tokens
+    most_rows, most_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     decode = limits.decode_buckets or _decode_rows(most_rows)
     tokens = limits.token_buckets or _powers(min(32, most_tokens), most_tokens, 4)
     for name, sizes, limit_name, limit in (
@@ -202,7 +212,7 @@ def sampling_rows(most: int, factor: int) -> list[int]:
 
 
 def _decode_rows(most: int) -> list[int]:
-    rows = {most, *(2**i for i in range(1, 12)), *(3 * 2**i for i in range(3, 11))}
+    rows = {most, *(2**i for i in range(3, 12)), *(3 * 2**i for i in range(4, 11))}
     return sorted(n for n in rows if n <= most)
 
 

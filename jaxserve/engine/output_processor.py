@@ -7,7 +7,10 @@ from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class SequenceProcessor:
-    """Turns TokenOutputs into CompletionOutput deltas; `finished` with `stopped_here` when a stop string ended it, and the engine must be told."""
+    """Turns TokenOutputs into CompletionOutput deltas.
+
+    `finished` with `stopped_here`: a stop string ended it, and the engine must be told.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None):
         params = request.sampling_params

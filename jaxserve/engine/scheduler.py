@@ -101,11 +101,15 @@ class Scheduler:
         """
         if not num_prompt_tokens:
             raise ValueError("the prompt has 0 tokens; give at least 1")
-        total = num_prompt_tokens + max_tokens
+        total, pages = num_prompt_tokens + max_tokens, self.page_manager
+        if max_tokens and num_prompt_tokens >= self.max_model_len:  # no max_tokens would help
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one within max_model_len "
+                f"({self.max_model_len}); shorten the prompt, or start with a larger max_model_len"
+            )
         lengths = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}"
         if total > self.max_model_len:
             raise ValueError(f"{lengths}, more than max_model_len ({self.max_model_len}); shorten the prompt or lower max_tokens")
-        pages = self.page_manager
         if pages.num_pages_for(total) > pages.num_usable_pages:
             raise ValueError(
                 f"{lengths}, more than the page pool holds ({pages.num_usable_pages} pages of {pages.page_size} tokens); shorten the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.kv_cache import page_bytes
 from jaxserve.layers.linear import Linear
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.sharding import check_divisible, make_mesh
 
 CPU_POOL_BYTES = 1 << 30
@@ -23,9 +25,9 @@ CPU_POOL_BYTES = 1 << 30
 class Loaded:
     """A model ready to be compiled."""
 
-    module: nnx.Module
+    module: LlamaForCausalLM
     model_config: ModelConfig
-    tokenizer: Any
+    tokenizer: Future[Any]  # importing transformers takes a second, which compiling hides
     generation_defaults: dict[str, Any]
     mesh: Mesh
     dtype: Any
@@ -42,6 +44,7 @@ class Ledger:
     num_pages: int
     page_size: int
     device_bytes: int | None = None
+    scratch_bytes: int = 0  # the largest program's temporaries
     compile_seconds: float = 0.0
     num_programs: int = 0
     startup_seconds: float = 0.0
@@ -57,27 +60,26 @@ class Ledger:
         return [
             f"weights   {self.weights_bytes / gib:8.3f} GiB",
             f"KV pool   {self.pool_bytes / gib:8.3f} GiB  {self.num_pages} pages of {self.page_size} tokens, {tokens} tokens",
+            f"scratch   {self.scratch_bytes / gib:8.3f} GiB",
             f"programs  {self.num_programs:8d}      compiled in {self.compile_seconds:.1f} s",
             f"ready in  {self.startup_seconds:8.1f} s",
         ]
 
 
-def load(config: EngineConfig, model: nnx.Module | None, model_config: ModelConfig | None, tokenizer: Any, progress: bool) -> Loaded:
+def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: ModelConfig | None, tokenizer: Any, progress: bool) -> Loaded:
     """Load weights and tokenizer, or take the caller's."""
     keep_compiled_programs(config)
     mesh = make_mesh(config.parallel)
     platform = mesh.devices.flat[0].platform
     dtype = jnp.dtype(config.load.dtype if config.load.dtype != "auto" else default_dtype(platform))
     defaults: dict[str, Any] = {}
+    source = config.load.tokenizer
     if model is None:
         from jaxserve.loader import load_model
 
         loaded = load_model(config, mesh, dtype, progress=progress)
         model, model_config, defaults = loaded.module, loaded.model_config, loaded.generation_defaults
-        if tokenizer is None:
-            from jaxserve.tokenizer import load_tokenizer
-
-            tokenizer = load_tokenizer(config.load.tokenizer or loaded.tokenizer_source)
+        source = config.load.tokenizer or loaded.tokenizer_source
     elif model_config is None:
         raise ValueError("model_config is None; a module of the caller's own needs its ModelConfig (config=...)")
     check_divisible(model_config, config.parallel)
@@ -87,7 +89,24 @@ def load(config: EngineConfig, model: nnx.Module | None, model_config: ModelConf
     backend = "xla" if config.attention_backend == "auto" else config.attention_backend
     if config.load.generation_config == "none":
         defaults = {}
-    return Loaded(model, model_config, tokenizer, defaults, mesh, model.embedding.table[...].dtype, kv_dtype, backend)
+    return Loaded(
+        model, model_config, _in_background(tokenizer, source), defaults, mesh, model.embedding.table[...].dtype, kv_dtype, backend
+    )
+
+
+def _in_background(tokenizer: Any, source: str | None) -> Future[Any]:
+    """The caller's tokenizer, or the one that loads from `source` in a thread; None where there is neither."""
+    if tokenizer is not None or source is None:
+        done: Future[Any] = Future()
+        done.set_result(tokenizer)
+        return done
+    from jaxserve.tokenizer import load_tokenizer
+
+    thread = ThreadPoolExecutor(1)
+    try:
+        return thread.submit(load_tokenizer, source)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def default_dtype(platform: str) -> str:
@@ -105,7 +124,7 @@ def keep_compiled_programs(config: EngineConfig) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def with_own_head(module: nnx.Module) -> nnx.Module:
+def with_own_head(module: LlamaForCausalLM) -> LlamaForCausalLM:
     """A tied model with a head of its own, transposed, sharing all else: on CPU x @ table.T runs at a third of the rate of x @ head."""
     if module.head is not None:
         return module

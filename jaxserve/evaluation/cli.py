@@ -120,7 +120,7 @@ def task_config(task: Task, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_names(text: str) -> list[str]:
-    """"a,b" as task names, each known and given once."""
+    """Task names from "a,b", each known and given once."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names or len(set(names)) < len(names):

@@ -42,7 +42,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def table(tasks: dict[str, dict[str, Any]]) -> str:
     """Scores as aligned text, a line a score."""
-    rows = [("task", "score", "value", "± stderr", "items", "items/s", "tokens/s")]
+    rows: list[tuple[str, ...]] = [("task", "score", "value", "± stderr", "items", "items/s", "tokens/s")]
     for name, task in tasks.items():
         for i, (score, entry) in enumerate(task["scores"].items()):
             error = "n/a" if entry["stderr"] is None else f"{entry['stderr']:.4f}"

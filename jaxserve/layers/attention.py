@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +47,13 @@ class Attention(nnx.Module):
         qkv = self.qkv(x)
         tokens = x.shape[0]
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             qk = jnp.concatenate([self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])], axis=2)
         qk = apply_rope(qk, cos, sin)
         q, k = qk[:, :, :-1].reshape(tokens, -1, self.head_dim), qk[:, :, -1]
-        k_pages, v_pages = pallas_kernels.kv_write(k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), metadata.slot_mapping)
+        k_pages, v_pages = pallas_kernels.kv_write(
+            k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), metadata.slot_mapping
+        )
         out = pallas_kernels.paged_attention(
             q,
             k_pages,
@@ -63,4 +66,5 @@ class Attention(nnx.Module):
             decode_only=metadata.decode_only,
             backend=metadata.backend,
         )
+        out = cast(jax.Array, out)  # a pair only with return_lse
         return self.o(out.reshape(tokens, -1).astype(x.dtype)), k_pages, v_pages

@@ -41,4 +41,3 @@ class Embedding(nnx.Module):
     def attend(self, x: jax.Array) -> jax.Array:
         """Float32 logits [T, vocab] of hidden states [T, embed]."""
         return jax.lax.dot_general(x, self.table[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-

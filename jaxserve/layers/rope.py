@@ -13,7 +13,9 @@ from jaxserve.config import RopeConfig
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-def rope_angles(config: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, rope_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_angles(
+    config: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, rope_lens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Float32 cos and sin [T, head_dim / 2] at positions i32[T].
 
     rope_lens i32[T] is the sequence length that the length-dependent kinds (dynamic, longrope) scale for: the prompt's length, or
@@ -51,6 +53,14 @@ def _yarn_scale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def _need(config: RopeConfig, name: str) -> float:
+    """A field that the kind cannot do without; ValueError when it is None."""
+    value = getattr(config, name)
+    if value is None:
+        raise ValueError(f"{name} is None; rope of kind {config.kind!r} needs a number")
+    return value
+
+
 def _frequencies(config: RopeConfig, head_dim: int, max_positions: int, rope_lens: jax.Array) -> np.ndarray | jax.Array:
     """Radians a position: [head_dim / 2], or [T, head_dim / 2] where they depend on the length."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -58,14 +68,15 @@ def _frequencies(config: RopeConfig, head_dim: int, max_positions: int, rope_len
     if config.kind == "default":
         return base
     if config.kind == "linear":
-        return base / np.float32(config.factor)
+        return base / np.float32(_need(config, "factor"))
     if config.kind == "llama3":
         return _llama3(config, base)
     if config.kind == "yarn":
         return _yarn(config, base, head_dim, max_positions)
     if config.kind == "dynamic":
         length = jnp.maximum(rope_lens, max_positions).astype(jnp.float32)[:, None]
-        stretch = config.factor * length / max_positions - (config.factor - 1)
+        factor = _need(config, "factor")
+        stretch = factor * length / max_positions - (factor - 1)
         return 1.0 / (config.theta * stretch ** (head_dim / (head_dim - 2))) ** exponents
     original = config.original_max_position_embeddings or max_positions
     short, long = (base / np.asarray(f, np.float32) for f in (config.short_factor, config.long_factor))
@@ -75,10 +86,10 @@ def _frequencies(config: RopeConfig, head_dim: int, max_positions: int, rope_len
 def _llama3(config: RopeConfig, base: np.ndarray) -> np.ndarray:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1 model card)."""
     wavelengths = 2 * math.pi / base
-    original = config.original_max_position_embeddings
-    smooth = (original / wavelengths - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return ((1 - smooth) * base / config.factor + smooth * base).astype(np.float32)
+    names = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "factor")
+    original, low, high, factor = (_need(config, name) for name in names)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    return ((1 - smooth) * base / factor + smooth * base).astype(np.float32)
 
 
 def _yarn(config: RopeConfig, base: np.ndarray, head_dim: int, max_positions: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
@@ -22,6 +21,7 @@ from jaxserve.loader.hub import resolve
 from jaxserve.loader.orbax_checkpoint import TOKENIZER_GGUF, is_orbax, restore_module
 from jaxserve.loader.safetensors_file import open_safetensors
 from jaxserve.loader.weights import fill_module
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.models.registry import model_class
 from jaxserve.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ _GENERATION_FIELDS = {
 class LoadedModel:
     """A model ready to run."""
 
-    module: nnx.Module  # every parameter is a jax.Array in its sharding
+    module: LlamaForCausalLM  # every parameter is a jax.Array in its sharding
     model_config: ModelConfig
     generation_defaults: dict[str, Any]  # SamplingParams fields that the model's generation_config.json sets
     tokenizer_source: str  # what Tokenizer loads from: a directory, a .gguf file or a hub id

@@ -28,8 +28,8 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
 
     def block(i, results):
         first = i * block_rows
-        rows = (lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_sorted, tables, lens))
-        new = _attend_block(*rows, pages, num_pages, options)
+        q_block, tables_block, lens_block = (lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_sorted, tables, lens))
+        new = _attend_block(q_block, tables_block, lens_block, pages, num_pages, options)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, new, strict=True))
 
     # Rows of length 0 lie behind the last block.

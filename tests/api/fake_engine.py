@@ -62,7 +62,7 @@ class FakeEngine:
             stats=SimpleNamespace(**stats),
             scheduler=SimpleNamespace(num_running=0, num_waiting=0, num_preemptions=0),
             page_manager=SimpleNamespace(num_usable_pages=10, num_free_pages=10),
-            ledger=SimpleNamespace(weights_bytes=1, pool_bytes=2),
+            ledger=SimpleNamespace(weights_bytes=1, pool_bytes=2, lines=lambda: ["weights 1 GiB"]),
             runner=SimpleNamespace(stats=SimpleNamespace(temp_bytes=3)),
         )
         self.step_s, self.max_queued = step_s, max_queued

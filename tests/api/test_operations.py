@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import time
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -112,7 +113,8 @@ def test_loading_is_503_on_everything(launch) -> None:
 
 ROUTES = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/x"), ("POST", "/tokenize"),
-    ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/docs"), ("GET", "/nothing"), ("POST", "/health/"),
+    ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/nothing"),
+    ("POST", "/health/"),
 ]  # fmt: skip
 SPELLINGS = [
     "/v1/models/",
@@ -156,6 +158,31 @@ def test_no_spelling_gets_round_the_key(guarded: Live, path: str) -> None:
 def test_health_needs_no_key(guarded: Live) -> None:
     assert guarded.http.get("/health").status_code == 200
     assert guarded.http.get("/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
+
+
+def references(node: object) -> Iterator[str]:
+    """Every "$ref" in a JSON document."""
+    if isinstance(node, dict):
+        yield from (value for key, value in node.items() if key == "$ref")
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from references(child)
+
+
+def test_the_described_api_is_the_served_one(live: Live) -> None:
+    page = live.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/openapi.json" in page.text
+    described = live.http.get("/openapi.json").json()
+    served = {(method, path) for method, path in ROUTES if path.startswith("/v1/c") or path in ("/tokenize", "/v1/models", "/metrics")}
+    assert served <= {(method.upper(), path) for path, methods in described["paths"].items() for method in methods}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["properties"]
+    for reference in references(described):
+        found = described
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part.replace("~1", "/")]
+        assert found
 
 
 def test_preflight(guarded: Live) -> None:

@@ -72,6 +72,15 @@ def test_a_missing_model_is_one_line(start) -> None:
     assert "Traceback" not in stderr
 
 
+def test_the_log_of_a_start_is_ours_alone(start) -> None:
+    process = start("fake").ready()
+    process.process.terminate()
+    lines = process.end(5)[1].splitlines()
+    assert all(" INFO jaxserve: " in line for line in lines)
+    words = ("listening on http://127.0.0.1:", "weights 1 GiB", "ready after ", "shutting down: 0 request(s)")
+    assert [word in line for word, line in zip(words, lines, strict=True)] == [True] * len(words)
+
+
 def test_a_fault_of_the_program_shows_where(start) -> None:
     code, stderr = start("broken").end(20)
     assert code == 1

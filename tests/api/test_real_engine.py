@@ -30,6 +30,8 @@ def real():
     options = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
+        "decode_buckets": (4,),
+        "token_buckets": (32,),
         "num_pages": 64,
         "compilation_cache_dir": "none",
         "max_num_queued_requests": 4,

@@ -107,6 +107,14 @@ def test_prompt_logprobs_do_not_depend_on_chunks(make_llm, prompts, options):
         assert a.is_greedy == b.is_greedy
 
 
+def test_a_target_after_an_empty_prompt_is_refused(make_llm):
+    """Its first token has no prediction; after one token it has."""
+    with pytest.raises(ValueError, match=r"prompts\[1\] has no tokens"):
+        make_llm().score([[5], []], [[7], [7]], use_tqdm=False)
+    [score] = make_llm().score([[5]], [[7, 8]], use_tqdm=False)
+    assert (score.token_ids, score.num_context_tokens, len(score.logprobs)) == ([5, 7, 8], 1, 2)
+
+
 def test_prompt_and_output_logprobs_together(make_llm, prompts):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, prompt_logprobs=2, ignore_eos=True)
     for prompt in prompts[:5]:  # one is 33 tokens long: 32 in a mixed step and the last in a decode step
@@ -159,13 +167,36 @@ def test_aborts_free_pages_at_any_moment(make_llm, prompts):
         assert_idle(make_llm())
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_an_id_may_come_again_while_its_aborted_request_is_in_flight(make_llm, prompts, steps):
+    """The second request gets its own prompt logprobs, not those that the first one's step still brings."""
+    engine, params = make_llm().engine, SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+    first, second, other = (p for p in prompts if len(p) in (50, 33, 40))
+    for request in engine.make_requests(first, params, "id") + engine.make_requests(other, params, "other"):
+        engine.add_request(request)
+    for _ in range(steps):
+        engine.step()
+    engine.abort("id-0")
+    engine.add_request(engine.make_requests(second, params, "id")[0])
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [o for o in engine.step() if o.request_id == "id-0"]
+    (found,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
+    assert [entry.token_id for entry in found[1:]] == second[1:]
+    assert [entry.logprob for entry in found[1:]] == pytest.approx(make_llm().score([second], use_tqdm=False)[0].logprobs, abs=1e-5)
+    assert len(outputs) == 4
+    assert not engine._prompt_logprobs
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
         ([], {}, "the prompt is empty"),
         ([256], {}, "token id 256; give ids from 0 to 255"),
         ([-1], {}, "token id -1"),
-        ([1] * 300, {}, r"max_model_len \(256\)"),
+        ([1] * 300, {}, r"the prompt has 300 tokens, which leaves no room .* max_model_len \(256\)"),
+        ([1] * 256, {}, "the prompt has 256 tokens, which leaves no room"),
+        ([1] * 257, {"max_tokens": 0}, r"together 257, more than max_model_len \(256\)"),
         ([1] * 250, {"max_tokens": 7}, r"together 257, more than max_model_len \(256\)"),
         ([1], {"stop_token_ids": [256]}, "stop_token_ids holds 256; give ids from 0 to 255"),
     ],

@@ -78,4 +78,3 @@ def write_data(folder):
     rows(folder / "gsm8k_test.jsonl", [{"question": f"{i} apples?", "answer": f"so\n#### {17 + i}"} for i in range(6)])
     rows(folder / "gsm8k_train.jsonl", [{"question": f"{i} pears?", "answer": f"well\n#### {i},000"} for i in range(5)])
     return folder
-

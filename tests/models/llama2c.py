@@ -8,6 +8,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
 
 def convert(source: Path, directory: Path) -> Path:
     """Write config.json and model.safetensors; q and k rows go from interleaved rotary pairs to halves."""
@@ -37,18 +47,8 @@ def convert(source: Path, directory: Path) -> Path:
     }
     tensors |= {f"model.layers.{i}.{name}.weight": np.ascontiguousarray(x[i]) for name, x in stacked.items() for i in range(layers)}
     tensors["model.norm.weight"] = take(dim)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab,
-        "hidden_size": dim,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-05,
-        "tie_word_embeddings": True,
-    }
+    sizes = dict(zip(SIZES, (dim, ffn, layers, heads, kv_heads, vocab, context), strict=True))
+    config = {"architectures": ["LlamaForCausalLM"], **sizes, "rms_norm_eps": 1e-05, "tie_word_embeddings": True}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
