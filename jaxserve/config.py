@@ -11,8 +11,22 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that is also a command-line flag: `help` is its one-line text, `choices` limits it, `secret` hides it in logs."""
+    """A dataclass field that is also a flag: `help` is its one-line text, `choices` and `least` limit it, `secret` hides it."""
     return field(default=default, repr=not metadata.get("secret", False), metadata={"help": help, **metadata})
+
+
+class Checked:
+    """A config class whose values are checked on construction, before anything is loaded: ValueError names field, value and limit."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, choices, least = getattr(self, f.name), f.metadata.get("choices"), f.metadata.get("least")
+            if choices is not None and value not in choices:
+                raise ValueError(f"{f.name} is {value!r}; give one of: {', '.join(choices)}")
+            if least is not None and value is not None:
+                for number in value if isinstance(value, tuple) else (value,):
+                    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                        raise ValueError(f"{f.name} is {value!r}; give an integer of at least {least}")
 
 
 @dataclass(frozen=True)
@@ -65,47 +79,58 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class LoadConfig:
+class LoadConfig(Checked):
     """What to load and in which number format."""
 
     model: str = option("", "directory, .gguf file, Orbax checkpoint or hub id of the model", positional=True)
     tokenizer: str | None = option(None, "directory or hub id of the tokenizer; default: the model's own")
     dtype: str = option("auto", "dtype of weights and activations; auto: float32 on CPU, bfloat16 elsewhere", choices=DTYPES)
-    generation_config: str = option("auto", "auto: default sampling from the model's generation_config.json; none: ignore it")
+    generation_config: str = option(
+        "auto", "auto: default sampling from the model's generation_config.json; none: ignore it", choices=("auto", "none")
+    )
 
 
 @dataclass(frozen=True)
-class CacheConfig:
+class CacheConfig(Checked):
     """The page pool."""
 
-    page_size: int = option(16, "tokens a page")
-    num_pages: int | None = option(None, "pages in the pool; default: what the memory allows")
-    kv_cache_memory: int | None = option(None, "bytes for the pool; default: 1 GiB on CPU, else by --memory-fraction")
+    page_size: int = option(16, "tokens a page", least=8)
+    num_pages: int | None = option(None, "pages in the pool; default: what the memory allows", least=1)
+    kv_cache_memory: int | None = option(None, "bytes for the pool; default: 1 GiB on CPU, else by --memory-fraction", least=1)
     memory_fraction: float = option(0.9, "share of the accelerator's memory for weights, programs and pool together")
     kv_cache_dtype: str = option("auto", "dtype of the pool; auto: the model's dtype", choices=DTYPES)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.page_size % 8:
+            raise ValueError(f"page_size is {self.page_size}; give a multiple of 8")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}; give a number above 0 and at most 1")
+
 
 @dataclass(frozen=True)
-class SchedulerConfig:
+class SchedulerConfig(Checked):
     """Limits of one step, and the shapes that programs are built for."""
 
-    max_model_len: int | None = option(None, "most tokens of one request, prompt and output; default: the model's own limit")
-    max_num_seqs: int = option(128, "most requests that run at once")
-    max_num_batched_tokens: int = option(512, "most tokens in one step")
-    max_num_queued_requests: int | None = option(None, "most requests that wait; beyond it new ones get 503; default: no limit")
-    decode_buckets: tuple[int, ...] | None = option(None, "rows of the decode programs; default: derived from max_num_seqs")
-    token_buckets: tuple[int, ...] | None = option(None, "tokens of the mixed programs; default: derived from max_num_batched_tokens")
+    max_model_len: int | None = option(None, "most tokens of one request, prompt and output; default: the model's own limit", least=1)
+    max_num_seqs: int = option(128, "most requests that run at once", least=1)
+    max_num_batched_tokens: int = option(512, "most tokens in one step", least=1)
+    max_num_queued_requests: int | None = option(None, "most requests that wait; beyond it new ones get 503; default: no limit", least=0)
+    decode_buckets: tuple[int, ...] | None = option(None, "rows of the decode programs; default: derived from max_num_seqs", least=1)
+    token_buckets: tuple[int, ...] | None = option(
+        None, "tokens of the mixed programs; default: derived from max_num_batched_tokens", least=1
+    )
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """The mesh: axes ("data", "tensor")."""
 
-    tensor_parallel_size: int = option(1, "devices that share each layer")
+    tensor_parallel_size: int = option(1, "devices that share each layer", least=1)
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """Everything an engine needs to start; every field has a working default but `load.model`."""
 
     load: LoadConfig = LoadConfig()
@@ -140,6 +165,7 @@ class ServerConfig:
     chat_template: str | None = option(None, "file with a Jinja chat template, or the template itself")
     allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from")
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    request_body_timeout: float = option(60.0, "seconds in which a request's body must have come")
     max_request_bytes: int = option(32 * 1024 * 1024, "longest request body")
     metrics_prefix: str = option("jaxserve:", "prefix of the metrics' names")
 
@@ -152,6 +178,7 @@ class ServerConfig:
                 "a key that is not empty and has no space at its ends",
             ),
             "shutdown_timeout": (self.shutdown_timeout >= 0, "seconds, 0 or more"),
+            "request_body_timeout": (self.request_body_timeout > 0, "seconds, more than 0"),
             "max_request_bytes": (self.max_request_bytes >= 1, "at least 1"),
             "metrics_prefix": (re.fullmatch("[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix), "letters, digits, _ and :, no digit first"),
         }

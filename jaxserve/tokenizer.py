@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -134,6 +135,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
@@ -149,6 +151,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: list[dict[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
@@ -162,6 +165,9 @@ class Tokenizer:
             raise ValueError("the model has no chat template; give one with --chat-template (a file or the template's text)")
         from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError
 
+        reserved = {"self", "messages", *inspect.signature(self.hf.apply_chat_template).parameters}
+        if taken := sorted(reserved & set(options)):
+            raise ValueError(f"chat_template_kwargs must not set {taken[0]}; give variables of the template")
         keywords = {"tools": tools, "chat_template": template, "add_generation_prompt": add_generation_prompt, "tokenize": False}
         try:
             return self.hf.apply_chat_template(messages, **keywords, **options)

@@ -29,7 +29,6 @@ from typing import Any
 
 import httpx
 from soak_requests import (
-    CHAT,
     CONTROLS,
     MAX_MODEL_LEN,
     REFUSED,
@@ -124,7 +123,7 @@ class Soak:
     async def left(self) -> None:
         """A client that goes away: at once, after a while, or after some events."""
         path, body = random_body(self.rng)
-        body |= {"max_tokens": 64 if path == CHAT else body["max_tokens"], "ignore_eos": True}
+        body["ignore_eos"] = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.rng.choice((0.002, 0.02, 0.2, 2.0))):
                 async with self.http.stream("POST", path, json=body) as reply:

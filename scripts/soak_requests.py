@@ -79,7 +79,10 @@ def random_body(rng: random.Random) -> tuple[str, Body]:
         text = " ".join(rng.choices(WORDS, k=rng.randint(1, 8)))
         if rng.random() < 0.4:
             body |= {"logprobs": True, "top_logprobs": rng.choice((0, 5))}
-        return CHAT, {**body, "messages": [{"role": "user", "content": text}], "max_tokens": min(max_tokens, 64)}
+        body["max_tokens"] = min(max_tokens, 64)  # the template's own tokens need room
+        if "min_tokens" in body:
+            body["min_tokens"] = min(body["min_tokens"], 64)
+        return CHAT, {**body, "messages": [{"role": "user", "content": text}]}
     if rng.random() < 0.4:
         body["logprobs"] = rng.choice((0, 5))
     body["echo"] = rng.random() < 0.2

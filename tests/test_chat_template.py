@@ -97,3 +97,9 @@ def test_a_syntax_error_in_the_option_names_file_and_line(tmp_path: Path, text: 
 def test_a_template_option_that_is_neither_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"'no/such\.jinja' is neither a file nor a Jinja template"):
         read_chat_template("no/such.jinja")
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "conversation", "return_tensors", "tokenize", "padding"])
+def test_names_that_are_no_variables_of_a_template(name):
+    with pytest.raises(ValueError, match=f"chat_template_kwargs must not set {name}; give variables of the template"):
+        BYTE_LEVEL.apply_chat_template(USER, chat_template="{{ 'x' }}", **{name: 1})

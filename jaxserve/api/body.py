@@ -11,7 +11,10 @@ from jaxserve.api.errors import ApiError, bad_request
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body's JSON object; 400 if it is none, 413 if it is longer than `max_bytes`."""
+    """The body's JSON object; 400 if it is none, 413 if it is longer than `max_bytes`, 415 if it is compressed."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"Content-Encoding is {encoding!r}; send the body uncompressed", code="unsupported_encoding")
     return parse_object(await _read(request, max_bytes))
 
 
@@ -41,7 +44,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise bad_request("the body is nested too deeply", code="invalid_json") from None
     except ValueError as e:
-        raise bad_request(f"the body is not valid JSON: {e}", code="invalid_json") from None
+        # of Python's own errors only this one is no JSONDecodeError; its words are about the interpreter
+        problem = "a number has too many digits" if "int_max_str_digits" in str(e) else e
+        raise bad_request(f"the body is not valid JSON: {problem}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad_request(f"the body is a JSON {type(value).__name__}; send an object", code="invalid_json")
     return value

@@ -32,6 +32,8 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 408:
+            headers["Connection"] = "close"  # the rest of the body is not waited for
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)

@@ -37,7 +37,9 @@ def _state(request: Request) -> ServerState:
 async def _body(request: Request, kind: type[Any]) -> Any:
     state = _state(request)
     state.require_ready()
-    body = parse(kind, await read_json(request, state.config.max_request_bytes))
+    async with state.reading_body():
+        found = await read_json(request, state.config.max_request_bytes)
+    body = parse(kind, found)
     state.require_ready()  # it may have begun to shut down while the body came
     return body
 
@@ -48,7 +50,7 @@ async def completions(request: Request) -> Response:
     body: CompletionBody = await _body(request, CompletionBody)
     model = state.check_model(body.model)
     params, raw = body.sampling_params(state.generation_defaults), body.prompts()
-    state.check_capacity(len(raw) * params.n)
+    state.check_capacity(len(raw) * params.n, "n" if params.n > 1 else "prompt")
     prompts = [await state.encode(p, body.add_special_tokens is not False) for p in raw]
     pieces = CompletionPieces(state.llm.tokenizer, params, prompts, bool(body.echo))
     return await _answer(request, body, model, prompts, params, pieces, arrival_s)

@@ -135,7 +135,7 @@ class _Process:
 
     async def _drain(self, engine: Any) -> None:
         """Let running requests end, up to the limit; new ones get 503 meanwhile."""
-        self._state.status = Status.DRAINING
+        self._state.drain()
         timeout_s = self._state.config.shutdown_timeout
         log.info("shutting down: %d request(s) have %g s to finish", engine.num_unfinished, timeout_s)
         await engine.shutdown(timeout_s)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ class ServerState:
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(init=False)
+    _body_limits: set[asyncio.Timeout] = field(default_factory=set)
     chat_template: str | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +66,28 @@ class ServerState:
         engine.on_finish = self.metrics.on_finish
         self.metrics.watch(llm, compiles)
         self.status = Status.READY
+
+    def drain(self) -> None:
+        """From now on new requests get 503, also those whose bodies are still on their way."""
+        self.status = Status.DRAINING
+        for limit in self._body_limits:
+            limit.reschedule(0)
+
+    @contextlib.asynccontextmanager
+    async def reading_body(self) -> AsyncIterator[None]:
+        """Around the reading of a request's body: 408 when it takes longer than request_body_timeout, 503 when the server shuts down."""
+        timeout_s = self.config.request_body_timeout
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                self._body_limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._body_limits.discard(limit)
+        except TimeoutError:
+            self.require_ready()
+            message = f"the body did not come within {timeout_s:g} s; send it faster or raise --request-body-timeout"
+            raise ApiError(408, message, code="request_timeout") from None
 
     def health(self) -> tuple[int, str]:
         """HTTP status and a word for it."""
@@ -86,10 +110,12 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 
-    def check_capacity(self, num_sequences: int) -> None:
-        """503 if so many new sequences would overfill the queue; asked before any tokenising."""
+    def check_capacity(self, num_sequences: int, field: str = "n") -> None:
+        """503 if so many new sequences would overfill the queue now, 400 if always; asked before any tokenising."""
         try:
             self.engine.check_capacity(num_sequences)
+        except ValueError as e:
+            raise bad_request(str(e), field, "invalid_value") from None
         except QueueFull as e:
             raise self.queue_full(e) from None
         except EngineStopped as e:
@@ -134,7 +160,7 @@ class ServerState:
         try:
             ids = await _offload(size, lambda: tokenizer.apply_chat_template(messages, **keywords))
         except ValueError as e:
-            raise from_value_error(e, set(), "messages") from None
+            raise from_value_error(e, {"chat_template_kwargs"}, "messages") from None
         if not ids:
             raise bad_request("the chat template made an empty prompt", "messages", "empty_prompt")
         return Prompt(ids)

@@ -46,13 +46,19 @@ class AsyncEngine:
         return len(self._requests)
 
     def check_capacity(self, count: int = 1) -> None:
-        """QueueFull when `count` more sequences would exceed what runs at once plus max_num_queued_requests."""
+        """QueueFull when `count` more sequences would exceed what runs at once plus max_num_queued_requests; ValueError when always."""
         if not self.is_healthy:
             raise EngineStopped("the engine has stopped" if self.error else "the server is shutting down")
         limits = self.engine.config.scheduler
         if limits.max_num_queued_requests is None:
             return
-        room = limits.max_num_seqs + limits.max_num_queued_requests - self.num_unfinished
+        most = limits.max_num_seqs + limits.max_num_queued_requests
+        if count > most:
+            raise ValueError(
+                f"the request is for {count} sequences, but max_num_seqs ({limits.max_num_seqs}) and max_num_queued_requests "
+                f"({limits.max_num_queued_requests}) allow {most}; send fewer prompts at once, lower n, or raise max_num_queued_requests"
+            )
+        room = most - self.num_unfinished
         if count > room:
             raise QueueFull(
                 f"{self.num_unfinished} requests run or wait, max_num_queued_requests is {limits.max_num_queued_requests}; retry later"

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.engine.scheduler import SchedulerOutput
 from jaxserve.sampler import MAX_SUPPRESSED
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 Fields = dict[str, tuple[int, tuple[int, ...]]]  # name -> (offset in int32 words, shape)
 
 
@@ -143,7 +144,8 @@ class SamplingLayout:
                 stops = sorted(request.stop_token_ids)
                 views["suppressed"][i, : len(stops)] = stops
             if not params.greedy:
-                floats["temperature"][i], floats["top_p"][i], floats["min_p"][i] = params.temperature, params.top_p, params.min_p
+                floats["temperature"][i] = min(params.temperature, FLOAT32_MAX)
+                floats["top_p"][i], floats["min_p"][i] = params.top_p, params.min_p
                 views["top_k"][i] = min(max(params.top_k, 0), self.vocab_size)
                 views["seed"].view(np.uint32)[i] = request.seed & 0xFFFFFFFF, (request.seed >> 32) & 0xFFFFFFFF
                 views["index"][i], views["position"][i] = request.index, position

@@ -141,13 +141,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     longest = limits.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise ValueError(f"max_model_len is {longest}, but the model's positions end at {model.max_position_embeddings}; give at most that")
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-        value = longest if name == "max_model_len" else getattr(limits, name)
-        if value < 1:
-            raise ValueError(f"{name} is {value}; give at least 1")
-    page_size = config.cache.page_size
-    if page_size < 1 or page_size % 8:
-        raise ValueError(f"page_size is {page_size}; give a multiple of 8")
     batched = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     limits = replace(limits, max_model_len=longest, max_num_batched_tokens=batched)
     return replace(config, scheduler=limits)

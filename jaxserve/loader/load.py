@@ -99,7 +99,10 @@ def _equal(one: SourceTensor, other: SourceTensor) -> bool:
 
 
 def generation_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """The SamplingParams fields that a generation_config.json sets; what this version cannot honour is named in a warning."""
+    """The SamplingParams fields that a generation_config.json sets; what this version cannot honour is named in a warning.
+
+    ValueError for a value that no request could have.
+    """
     known = {f.name for f in dataclasses.fields(SamplingParams)}
     defaults = {}
     for key, (name, neutral) in _GENERATION_FIELDS.items():
@@ -110,4 +113,8 @@ def generation_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
             defaults[name] = value
         else:
             logger.warning("generation_config.json sets %s to %s, which is not supported and has no effect", key, value)
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:  # else every request would be refused for a value that it did not give
+        raise ValueError(f"generation_config.json: {error}; correct it, or start with generation_config 'none'") from None
     return defaults

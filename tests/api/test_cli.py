@@ -56,6 +56,34 @@ def test_values_reach_their_configs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 0}, "max_model_len is 0; give an integer of at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; give an integer of at least 1"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1; give an integer of at least 1"),
+        ({"max_num_queued_requests": -1}, "max_num_queued_requests is -1; give an integer of at least 0"),
+        ({"token_buckets": (0, 512)}, r"token_buckets is \(0, 512\); give an integer of at least 1"),
+        ({"decode_buckets": ("8",)}, r"decode_buckets is \('8',\); give an integer"),
+        ({"num_pages": 0}, "num_pages is 0; give an integer of at least 1"),
+        ({"num_pages": True}, "num_pages is True; give an integer"),
+        ({"kv_cache_memory": -5}, "kv_cache_memory is -5"),
+        ({"page_size": 12}, "page_size is 12; give a multiple of 8"),
+        ({"page_size": 0}, "page_size is 0; give an integer of at least 8"),
+        ({"memory_fraction": 7.0}, "memory_fraction is 7.0; give a number above 0 and at most 1"),
+        ({"memory_fraction": float("nan")}, "memory_fraction is nan"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"generation_config": "foo"}, "generation_config is 'foo'; give one of: auto, none"),
+        ({"dtype": "int3"}, "dtype is 'int3'; give one of: auto, float32, bfloat16, float16"),
+        ({"layer_loop": "square"}, "layer_loop is 'square'; give one of"),
+    ],
+    ids=str,
+)
+def test_impossible_values_are_refused_before_anything_is_loaded(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_options(**options)
+
+
+@pytest.mark.parametrize(
     "argv", [["DIR", "--page-size", "x"], ["DIR", "--dtype", "int3"], ["DIR", "--unknown", "1"], ["DIR", "--max-model", "5"], []], ids=str
 )
 def test_wrong_flags_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

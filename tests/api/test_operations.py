@@ -65,6 +65,33 @@ def test_a_body_cut_short_does_no_harm(live: Live) -> None:
     assert live.complete(max_tokens=1).status_code == 200
 
 
+def half_body(port: int, headers: bytes = b"") -> socket.socket:
+    """A connection that has sent the beginning of a body."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + headers + b'Content-Length: 500\r\n\r\n{"prompt": ')
+    return connection
+
+
+def test_a_body_that_does_not_come_ends_in_a_408(launch) -> None:
+    live = launch(request_body_timeout=0.3)
+    with half_body(live.port) as connection:
+        assert live.complete(max_tokens=1).status_code == 200
+        reply = b"".join(iter(lambda: connection.recv(65536), b""))  # the server closes
+    assert reply.startswith(b"HTTP/1.1 408 ")
+    assert b'"the body did not come within 0.3 s; send it faster or raise --request-body-timeout"' in reply
+    assert b"request_timeout" in reply
+
+
+def test_a_compressed_body_is_refused(live: Live) -> None:
+    reply = live.http.post("/v1/completions", content=b"\x1f\x8b\x08", headers={"Content-Encoding": "gzip"})
+    assert error(reply, 415)["message"] == "Content-Encoding is 'gzip'; send the body uncompressed"
+
+
+def test_a_number_of_many_digits(live: Live) -> None:
+    reply = live.http.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": ' + b"9" * 6000 + b"}")
+    assert error(reply)["message"] == "the body is not valid JSON: a number has too many digits"
+
+
 def test_a_full_queue_is_refused_fast(launch) -> None:
     full = launch(engine=FakeEngine(step_s=0.02, max_queued=2))
     held = [OpenStream(full) for _ in range(2)]

@@ -138,6 +138,21 @@ def test_running_streams_end_normally(start) -> None:
     assert process.end(3)[0] == 0
 
 
+def test_half_sent_bodies_do_not_hold_up_the_end(start) -> None:
+    process = start("fake").ready()
+    connections = [socket.create_connection(("127.0.0.1", process.port), timeout=10) for _ in range(5)]
+    for connection in connections:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"prompt": ')
+    assert process.health() == 200
+    process.process.terminate()
+    for connection in connections:
+        with connection:
+            assert b'"code":"shutting_down"' in b"".join(iter(lambda c=connection: c.recv(65536), b""))
+    code, stderr = process.end(2)
+    assert code == 0
+    assert "Traceback" not in stderr
+
+
 def test_the_drain_has_a_limit(start) -> None:
     process = start("fake", "--shutdown-timeout", "0.5").ready()
     with stream(process, 5000) as reply:

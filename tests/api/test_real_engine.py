@@ -113,7 +113,6 @@ def test_refusals_name_the_numbers(real: Live) -> None:
     for prompt in ([VOCAB], [-1]):
         assert error(real.complete(prompt))["param"] == "prompt"
     assert error(real.complete(stop_token_ids=[VOCAB]))["param"] == "stop_token_ids"
-    assert error(real.complete(n=9, max_tokens=1), 503)["code"] == "queue_full"
     assert wait_until(lambda: idle(real), 5)
 
 
@@ -139,6 +138,16 @@ def test_metrics_add_up(real: Live) -> None:
     assert grown("prompt_tokens_total") == usage["prompt_tokens"]
     assert grown("request_queue_time_seconds_count") == 2
     assert grown("scheduled_tokens_total") > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"n": 9}, "n"), ({"prompt": ["a"] * 9}, "prompt"), ({"prompt": ["a"] * 5, "n": 2}, "n")], ids=str
+)
+def test_more_sequences_than_can_ever_wait_are_no_503(real: Live, body: dict, param: str) -> None:
+    refused = error(real.complete(**{"prompt": "a", "max_tokens": 1, **body}))
+    assert refused["param"] == param
+    assert refused["message"].endswith("allow 8; send fewer prompts at once, lower n, or raise max_num_queued_requests")
+    assert real.complete(n=8, max_tokens=1).status_code == 200
 
 
 def test_a_compilation_is_counted() -> None:

@@ -167,6 +167,16 @@ def test_aborts_free_pages_at_any_moment(make_llm, prompts):
         assert_idle(make_llm())
 
 
+@pytest.mark.parametrize(
+    "extreme", [{"temperature": 1e308}, {"top_p": 1e-320}, {"min_p": 1e-320}, {"top_k": 10**30}, {"seed": -(2**63)}], ids=str
+)
+def test_extreme_settings_are_served(make_llm, prompts, extreme):
+    params = SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True, **extreme})
+    first, again = (tokens(make_llm(), [prompts[0]], params)[0][0] for _ in range(2))
+    assert first == again
+    assert len(first) == 8
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_an_id_may_come_again_while_its_aborted_request_is_in_flight(make_llm, prompts, steps):
     """The second request gets its own prompt logprobs, not those that the first one's step still brings."""

@@ -110,6 +110,15 @@ def test_damaged_json_is_named(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(("key", "value"), [("temperature", "hot"), ("temperature", -1), ("top_p", 7), ("max_new_tokens", -5)])
+def test_generation_defaults_that_no_request_could_have(tmp_path, key, value):
+    write_hf(tmp_path, CONFIG, tensors(CONFIG))
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: \w+ is .* correct it, or start with generation_config 'none'"):
+        load(tmp_path)
+    assert load(tmp_path, generation_config="none").generation_defaults == {}
+
+
 def test_generation_defaults(tmp_path, caplog):
     write_hf(tmp_path, CONFIG, tensors(CONFIG))
     assert load(tmp_path).generation_defaults == {}
