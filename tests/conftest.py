@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by huggingface_hub when it is imported
@@ -21,6 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
     platform = str(config.getoption("--platform"))
     jax.config.update("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
     jax.config.update("jax_num_cpu_devices", 4)
+    programs = tempfile.TemporaryDirectory(prefix="jaxserve-tests-")  # engines of one run share what they have in common
+    config.add_cleanup(programs.cleanup)
+    jax.config.update("jax_compilation_cache_dir", programs.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

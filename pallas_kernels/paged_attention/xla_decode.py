@@ -8,6 +8,7 @@ from pallas_kernels.paged_attention.options import Options
 
 ROWS_PER_BLOCK = 16
 CHUNK_TOKENS = 128
+FEW_ROWS = 32  # up to here a block's rows differ much in length, and half a chunk wastes less on the short ones
 
 
 def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_lens: Array, options: Options) -> tuple[Array, Array]:
@@ -16,33 +17,38 @@ def decode_rows(q: Array, pages: tuple[Array, Array], block_tables: Array, seq_l
     Rows are sorted by length and taken in blocks, each with its own number of chunks, so short rows do not pay for long ones and
     rows of length 0 cost nothing. The order depends on the metadata alone, so XLA computes it once for all layers.
     """
-    num_rows, num_heads, _ = q.shape
+    num_rows = q.shape[0]
     block_rows = min(ROWS_PER_BLOCK, num_rows)
     order = jnp.argsort(-seq_lens)
     pad = -num_rows % block_rows
-    tables = pad_tables(block_tables, chunk_pages(pages[0]))[order]
+    num_pages = chunk_pages(pages[0], CHUNK_TOKENS if num_rows > FEW_ROWS else CHUNK_TOKENS // 2)
+    tables = pad_tables(block_tables, num_pages)[order]
     lens = jnp.pad(seq_lens[order], (0, pad))
     tables, q_sorted = (jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1)) for x in (tables, q[order]))
-    q_wide = widen_queries(q_sorted, pages[0])
 
     def block(i, results):
         first = i * block_rows
-        q_block, tables_block, lens_block = (lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_wide, tables, lens))
-        state = _attend_block(q_block, tables_block, lens_block, pages, options)
-        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, state, strict=True))
+        q_block, tables_block, lens_block = (lax.dynamic_slice_in_dim(x, first, block_rows) for x in (q_sorted, tables, lens))
+        new = _attend_block(q_block, tables_block, lens_block, pages, num_pages, options)
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(results, new, strict=True))
 
-    empty = online.start(num_rows + pad, num_heads, q_wide.shape[-1])
+    # Rows of length 0 lie behind the last block.
+    empty = jnp.zeros(q_sorted.shape, jnp.float32), jnp.full(q_sorted.shape[:2], -jnp.inf, jnp.float32)
     num_blocks = (jnp.sum(seq_lens > 0) + block_rows - 1) // block_rows
-    m, l, o = lax.fori_loop(0, num_blocks, block, tuple(empty))  # noqa: E741
-    o = narrow_outputs(o, pages[0])
+    o, lse = lax.fori_loop(0, num_blocks, block, empty)
     back = jnp.argsort(order)
-    return online.finish(m[back], l[back], o[back], options.sinks, options.v_scale)
+    return o[back], lse[back]
 
 
-def _attend_block(q: Array, tables: Array, lens: Array, pages: tuple[Array, Array], options: Options) -> online.Running:
-    """Rows of one block, longest first: q [B, H, W] (see widen_queries), tables [B, MP], lens [B]."""
+def _attend_block(
+    q: Array, tables: Array, lens: Array, pages: tuple[Array, Array], num_pages: int, options: Options
+) -> tuple[Array, Array]:
+    """Rows of one block, longest first, ``num_pages`` at a time.
+
+    q [B, H, D], tables [B, MP] with MP a multiple of num_pages, lens [B] -> (o float32 [B, H, D], lse [B, H]).
+    """
+    q = widen_queries(q, pages[0])
     num_rows, num_heads, width = q.shape
-    num_pages = chunk_pages(pages[0])
     chunk = num_pages * pages[0].shape[1]
     position = lens[:, None] - 1
     first_seen = jnp.zeros_like(position) if options.sliding_window is None else jnp.maximum(position - options.sliding_window + 1, 0)
@@ -60,7 +66,9 @@ def _attend_block(q: Array, tables: Array, lens: Array, pages: tuple[Array, Arra
         return online.update(state, scores, mask[:, None, :], v)
 
     first_chunk = jnp.min(jnp.where(lens[:, None] > 0, first_seen, lens[0])) // chunk
-    return lax.fori_loop(first_chunk, (lens[0] + chunk - 1) // chunk, body, online.start(num_rows, num_heads, width))
+    empty = online.start(num_rows, num_heads, width)
+    m, l, o = lax.fori_loop(first_chunk, (lens[0] + chunk - 1) // chunk, body, empty)  # noqa: E741
+    return online.finish(m, l, narrow_outputs(o, pages[0]), options.sinks, options.v_scale)
 
 
 def widen_queries(q: Array, k_pages: Array) -> Array:
@@ -85,7 +93,7 @@ def narrow_outputs(o: Array, k_pages: Array) -> Array:
     return jnp.where(own, o, 0).sum(3).reshape(num_rows, num_heads, head_dim)
 
 
-def chunk_pages(k_pages: Array, chunk_tokens: int = CHUNK_TOKENS) -> int:
+def chunk_pages(k_pages: Array, chunk_tokens: int) -> int:
     """Pages in one chunk of keys."""
     return max(1, chunk_tokens // k_pages.shape[1])
 

@@ -24,7 +24,7 @@ def prefill_rows(
 ) -> tuple[Array, Array]:
     """Attention of rows distribution[0] .. distribution[1] - 1, written over the decode part's results.
 
-    decode_o [R, H, D] and decode_lse [R, H] hold the first R tokens; returns (o [>= T, H, D], lse [>= T, H]).
+    decode_o [R, H, D] and decode_lse [R, H] hold the first R tokens; returns (o [max(R, T), H, D], lse).
     """
     num_tokens = q.shape[0]
     num_rows = block_tables.shape[0]
@@ -34,31 +34,32 @@ def prefill_rows(
     num_queries = jnp.where(is_prefill, query_start_loc[1:] - query_start_loc[:-1], 0)
     last_tile = jnp.cumsum((num_queries + tile - 1) // tile)
     tables = pad_tables(block_tables, chunk_pages(pages[0], CHUNK_TOKENS))
-    # A tile may reach past the last token; what it writes there, or over a later row's tokens, is 0 or rewritten by a later tile.
-    q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
-    spare = max(num_tokens - num_rows, 0) + tile
-    o = jnp.pad(decode_o, ((0, spare), (0, 0), (0, 0)))
-    lse = jnp.pad(decode_lse, ((0, spare), (0, 0)), constant_values=-jnp.inf)
+    o = jnp.pad(decode_o, ((0, max(num_tokens - num_rows, 0)), (0, 0), (0, 0)))
+    lse = jnp.pad(decode_lse, ((0, max(num_tokens - num_rows, 0)), (0, 0)), constant_values=-jnp.inf)
 
     def one_tile(i, results):
         row = jnp.sum(last_tile <= i)
-        first_query = (i - (last_tile[row] - (num_queries[row] + tile - 1) // tile)) * tile
-        first_token = query_start_loc[row] + first_query
-        position = seq_lens[row] - num_queries[row] + first_query + jnp.arange(tile, dtype=jnp.int32)
-        # A query past the row's end sees nothing.
-        position = jnp.where(position < seq_lens[row], position, -1)
-        tile_o, tile_lse = _attend_tile(lax.dynamic_slice_in_dim(q, first_token, tile), tables[row], position, pages, options)
-        start = (first_token, 0, 0)
-        return (
-            lax.dynamic_update_slice(results[0], tile_o.astype(o.dtype), start),
-            lax.dynamic_update_slice(results[1], tile_lse, start[:2]),
-        )
+        first_token = query_start_loc[row] + (i - (last_tile[row] - (num_queries[row] + tile - 1) // tile)) * tile
+        # The last tile is shifted back to end with the tokens; only queries of this tile see anything, and only they are written.
+        start = jnp.minimum(first_token, num_tokens - tile)
+        token = start + jnp.arange(tile, dtype=jnp.int32)
+        own = (token >= first_token) & (token < query_start_loc[row + 1])
+        position = jnp.where(own, seq_lens[row] - query_start_loc[row + 1] + token, -1)
+        new = _attend_tile(lax.dynamic_slice_in_dim(q, start, tile), tables[row], position, pages, options)
+        return tuple(_write(x, y, own, start) for x, y in zip(results, new, strict=True))
 
     return lax.fori_loop(0, last_tile[-1], one_tile, (o, lse))
 
 
+def _write(results: Array, new: Array, own: Array, start: Array) -> Array:
+    """results with new [Q, H, ...] at ``start``, where ``own`` [Q]."""
+    old = lax.dynamic_slice_in_dim(results, start, new.shape[0])
+    new = jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), new.astype(results.dtype), old)
+    return lax.dynamic_update_slice_in_dim(results, new, start, 0)
+
+
 def _attend_tile(q: Array, table: Array, position: Array, pages: tuple[Array, Array], options: Options) -> tuple[Array, Array]:
-    """Queries [Q, H, D] of one row at ascending ``position`` [Q] (-1: none) -> (o float32 [Q, H, D], lse [Q, H])."""
+    """Queries [Q, H, D] of one row at ``position`` [Q] (-1: none) -> (o float32 [Q, H, D], lse [Q, H])."""
     tile, num_heads, head_dim = q.shape
     page_size, num_kv_heads = pages[0].shape[1:3]
     group = num_heads // num_kv_heads
@@ -67,7 +68,9 @@ def _attend_tile(q: Array, table: Array, position: Array, pages: tuple[Array, Ar
     q = q.reshape(tile, num_kv_heads, group, head_dim).transpose(1, 0, 2, 3).reshape(num_kv_heads, tile * group, head_dim)
     query_position = jnp.repeat(position, group)[:, None]
     end = jnp.max(position) + 1
-    first_seen = jnp.zeros_like(end) if options.sliding_window is None else jnp.maximum(position[0] - options.sliding_window + 1, 0)
+    first_seen = jnp.zeros_like(end)
+    if options.sliding_window is not None:
+        first_seen = jnp.maximum(jnp.min(jnp.where(position >= 0, position, end)) - options.sliding_window + 1, 0)
     slopes = options.alibi_slopes
     if slopes is not None:
         slopes = jnp.broadcast_to(slopes.reshape(num_kv_heads, 1, group), (num_kv_heads, tile, group)).reshape(num_kv_heads, -1, 1)

@@ -8,6 +8,7 @@ import pytest
 from jaxserve import sampler
 
 VOCAB = 64
+RANDOM, FILTERED, GREEDY = (jax.jit(f) for f in (sampler.random, sampler.filtered, sampler.greedy))
 
 
 def metadata(rows, **fields):
@@ -51,7 +52,7 @@ def kept(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 def test_draws_come_from_the_kept_tokens_in_proportion(settings):
     logits = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
     rows = 4000
-    ids = np.asarray(jax.jit(sampler.filtered)(jnp.broadcast_to(logits, (rows, VOCAB)), metadata(rows, **settings)))
+    ids = np.asarray(FILTERED(jnp.broadcast_to(logits, (rows, VOCAB)), metadata(rows, **settings)))
     allowed = kept(logits, **settings)
     assert set(ids.tolist()) <= allowed
     scaled = np.where([i in allowed for i in range(VOCAB)], logits / settings.get("temperature", 1.0), -np.inf)
@@ -64,27 +65,27 @@ def test_draws_come_from_the_kept_tokens_in_proportion(settings):
 def test_filtered_without_filters_is_random_and_temperature_zero_is_greedy():
     logits = jnp.asarray(np.random.default_rng(1).normal(0, 2, (50, VOCAB)), jnp.float32)
     plain = metadata(50, temperature=np.where(np.arange(50) % 2, 0.0, 1.0))
-    drawn = sampler.random(logits, plain)
-    assert np.array_equal(drawn, sampler.filtered(logits, plain))
-    assert np.array_equal(drawn[1::2], sampler.greedy(logits)[1::2])
-    assert not np.array_equal(drawn[::2], sampler.greedy(logits)[::2])
+    drawn = RANDOM(logits, plain)
+    assert np.array_equal(drawn, FILTERED(logits, plain))
+    assert np.array_equal(drawn[1::2], GREEDY(logits)[1::2])
+    assert not np.array_equal(drawn[::2], GREEDY(logits)[::2])
 
 
 def test_a_draw_depends_on_seed_index_and_position_only():
     logits = jnp.broadcast_to(jnp.zeros(VOCAB), (8, VOCAB))
-    same = sampler.random(logits, metadata(8, position=5, index=2))
+    same = RANDOM(logits, metadata(8, position=5, index=2))
     assert len(set(np.asarray(same).tolist())) == 1
-    assert sampler.random(logits[:1], metadata(1, position=5, index=2))[0] == same[0]
-    assert len(set(np.asarray(sampler.random(logits, metadata(8, position=5, index=np.arange(8)))).tolist())) > 4
-    assert len(set(np.asarray(sampler.random(logits, metadata(8))).tolist())) > 4
+    assert RANDOM(logits[:1], metadata(1, position=5, index=2))[0] == same[0]
+    assert len(set(np.asarray(RANDOM(logits, metadata(8, position=5, index=np.arange(8)))).tolist())) > 4
+    assert len(set(np.asarray(RANDOM(logits, metadata(8))).tolist())) > 4
 
 
 def test_suppressed_ids_are_never_drawn():
     logits = jnp.zeros((100, VOCAB)).at[:, 3].set(50.0)
     blocked = metadata(100, temperature=np.where(np.arange(100) % 2, 0.0, 1.0))
     blocked = sampler.SamplingMetadata(**{**blocked.__dict__, "suppressed": blocked.suppressed.at[:, 0].set(3)})
-    assert 3 not in np.asarray(sampler.filtered(logits, blocked)).tolist()
-    assert set(np.asarray(sampler.random(logits, blocked)).tolist()) == {3}
+    assert 3 not in np.asarray(FILTERED(logits, blocked)).tolist()
+    assert set(np.asarray(RANDOM(logits, blocked)).tolist()) == {3}
 
 
 def test_thresholds_are_exact_for_zeros_and_tiny_numbers():
