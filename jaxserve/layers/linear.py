@@ -22,7 +22,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = stack.apply(_matmul, x, self.kernel)
-        return y if self.bias is None else y + stack.value(self.bias)
+        return y if self.bias is None else y + self.bias[...]
 
 
 def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.layers import stack
 from jaxserve.sharding import param
 
 
@@ -20,4 +19,4 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return ((x32 * inverse_rms) * stack.value(self.scale).astype(jnp.float32)).astype(x.dtype)
+        return ((x32 * inverse_rms) * self.scale[...].astype(jnp.float32)).astype(x.dtype)

@@ -16,6 +16,8 @@ from flax import nnx
 
 from jaxserve.kv_cache import KVCache
 
+SMALL = 1 << 16  # elements of a parameter that a rolled loop may copy in every step
+
 
 class LayerSlice:
     """The parameter of layer `index` (traced) among the alike parameters of all layers; stands in an nnx.Param for an array."""
@@ -39,12 +41,6 @@ def apply(function: Callable, x: jax.Array, param: nnx.Param) -> jax.Array:
     return value.apply(function, x) if isinstance(value, LayerSlice) else function(x, value)
 
 
-def value(param: nnx.Param) -> jax.Array:
-    """The array of a small parameter (a scale, a bias); in a rolled loop it is copied."""
-    array = param[...]
-    return array.apply(lambda parameter: parameter) if isinstance(array, LayerSlice) else array
-
-
 # Blocks are alike, so jit traces the first and reuses the result; without it tracing 30 layers takes most of a warm start.
 _run_block = jax.jit(lambda block, *inputs: block(*inputs))
 
@@ -64,14 +60,23 @@ def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, cos, sin, pool: KVCac
 def _rolled(blocks: Sequence[nnx.Module], x: jax.Array, cos, sin, pool: KVCache, metadata) -> tuple[jax.Array, KVCache]:
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     treedef = jax.tree.structure(states[0])
-    layers = list(zip(*(jax.tree.leaves(state) for state in states), strict=True))  # one tuple of arrays a parameter
+    layers = [_stack_if_small(arrays) for arrays in zip(*(jax.tree.leaves(state) for state in states), strict=True)]
     pages, slots = pool.num_pages // len(blocks), pool.num_slots // len(blocks)
 
     def body(i: jax.Array, carry: tuple) -> tuple:
-        block = nnx.merge(graphdefs[0], jax.tree.unflatten(treedef, [LayerSlice(arrays, i) for arrays in layers]))
+        block = nnx.merge(graphdefs[0], jax.tree.unflatten(treedef, [_layer(parameter, i) for parameter in layers]))
         slot_mapping = jnp.where(metadata.slot_mapping < 0, metadata.slot_mapping, metadata.slot_mapping + i * slots)
         own = replace(metadata, block_tables=metadata.block_tables + i * pages, slot_mapping=slot_mapping)
         return block(carry[0], cos, sin, *carry[1:], own)
 
     x, k_pages, v_pages = jax.lax.fori_loop(0, len(blocks), body, (x, pool.k_pages[0], pool.v_pages[0]))
     return x, KVCache((k_pages,), (v_pages,))
+
+
+def _stack_if_small(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...] | jax.Array:
+    """One parameter of all layers: scales and biases as one array, kernels apart."""
+    return jnp.stack(arrays) if arrays[0].size <= SMALL else arrays
+
+
+def _layer(parameter: tuple[jax.Array, ...] | jax.Array, index: jax.Array) -> LayerSlice | jax.Array:
+    return LayerSlice(parameter, index) if isinstance(parameter, tuple) else parameter[index]
