@@ -254,7 +254,6 @@ def test_refuses_an_id_in_use_until_it_has_ended(small):
     ("config", "message"),
     [
         (SchedulerConfig(max_model_len=None), "max_model_len is None"),
-        (SchedulerConfig(max_model_len=8, max_num_seqs=0), "max_num_seqs is 0 and"),
         (SchedulerConfig(max_model_len=8, max_num_seqs=9, max_num_batched_tokens=8), "max_num_seqs is 9 and max_num_batched_tokens is 8"),
     ],
 )
