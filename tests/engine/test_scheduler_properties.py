@@ -31,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if total <= scheduler.max_model_len and total <= pages.num_usable_pages * pages.page_size:
             self.simulation.add(prompt, max_tokens, end_ids)
         else:
-            with pytest.raises(ValueError, match=str(total)):
+            with pytest.raises(ValueError, match=rf"the prompt has {len(prompt)} tokens"):
                 self.simulation.add(prompt, max_tokens, end_ids)
 
     @rule(choice=st.integers(0, 30))
