@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -19,7 +19,7 @@ class Checked:
     """A config class whose values are checked on construction, before anything is loaded: ValueError names field, value and limit."""
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+        for f in dataclasses.fields(cast(Any, self)):  # the subclasses are dataclasses
             value, choices, least = getattr(self, f.name), f.metadata.get("choices"), f.metadata.get("least")
             if choices is not None and value not in choices:
                 raise ValueError(f"{f.name} is {value!r}; give one of: {', '.join(choices)}")

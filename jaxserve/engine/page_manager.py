@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-DUMMY_PAGE = 0  # padding is written here; no request ever owns it
+DUMMY_PAGE = 0  # what the block tables of padding name; no request ever owns it
 
 
 class OutOfPages(Exception):
