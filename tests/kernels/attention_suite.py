@@ -102,6 +102,7 @@ class AttentionSuite:
     backend = "reference"
     interpret = False
     atol: ClassVar = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
+    rtol: ClassVar = {"float32": 0, "bfloat16": 2**-7, "float16": 2**-10}  # the result's own rounding
 
     def attend(self, arrays, **options):
         q, k_pages, v_pages, *metadata = arrays
@@ -118,7 +119,7 @@ class AttentionSuite:
         o, lse = self.attend(arrays, decode_only=case.decode_only, **options)
         want_o, want_lse = self.expected(arrays, case.decode_only, **options)
         assert o.dtype == case.dtype and o.shape == arrays[0].shape and lse.dtype == np.float32
-        np.testing.assert_allclose(np.asarray(o.astype(jnp.float32)), want_o, atol=self.atol[case.dtype], rtol=0)
+        np.testing.assert_allclose(np.asarray(o.astype(jnp.float32)), want_o, atol=self.atol[case.dtype], rtol=self.rtol[case.dtype])
         np.testing.assert_allclose(np.asarray(lse), want_lse, atol=self.atol[case.dtype], rtol=1e-5)
 
     @pytest.mark.parametrize("case", CASES, ids=str)
