@@ -18,7 +18,7 @@ def cpu_mesh(size=1):
 
 
 def test_the_config_knows_every_backend():
-    assert ATTENTION_BACKENDS == ("auto", *pallas_kernels.BACKENDS)
+    assert ("auto", *pallas_kernels.BACKENDS) == ATTENTION_BACKENDS
 
 
 def test_auto_takes_xla_on_a_cpu_and_says_why(make_llm):
