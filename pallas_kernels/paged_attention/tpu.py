@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention import tpu_softmax as softmax
 from pallas_kernels.paged_attention.options import Options
-from pallas_kernels.paged_attention.tpu_decode import decode_rows
+from pallas_kernels.paged_attention.tpu_rows import attend_pages
 from pallas_kernels.paged_attention.tpu_layout import ELSEWHERE
 
 
@@ -58,6 +58,25 @@ class TokenMajor:
             position = page * self.page_size + slot
             v[...] = jnp.where((position >= first) & (position < end), v[...], jnp.zeros((), v.dtype))
 
+    def tile_tokens(self, num_heads):
+        return 128
+
+    def head_scratch(self, dtype):
+        heads = pltpu.VMEM((self.num_kv_heads, self.pages_per_block * self.page_size, self.head_dim), dtype)
+        return heads, heads
+
+    def by_head(self, k, v, scratch):
+        for block, heads in zip((k, v), scratch, strict=True):
+            tokens = block[...].astype(heads.dtype).reshape(-1, self.num_kv_heads, self.head_dim)
+            heads[...] = jnp.swapaxes(tokens, 0, 1)
+        return scratch
+
+    def head_scores(self, q, k, head):
+        return softmax.matmul(q, k[head], (1, 1))
+
+    def head_values(self, p, v, head):
+        return softmax.matmul(p, v[head], (1, 0))
+
 
 def attend(
     q: Array,
@@ -74,4 +93,4 @@ def attend(
 ) -> tuple[Array, Array]:
     _, page_size, num_kv_heads, head_dim = k_pages.shape
     layout = TokenMajor(page_size, num_kv_heads, head_dim, k_pages.dtype, max(1, 256 // page_size), 3)
-    return decode_rows(layout, q, (k_pages, v_pages), block_tables, seq_lens, options, pltpu.InterpretParams() if interpret is True else interpret)
+    return attend_pages(layout, q, (k_pages, v_pages), block_tables, seq_lens, query_start_loc, distribution, options, decode_only, interpret)

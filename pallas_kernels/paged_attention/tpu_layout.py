@@ -17,6 +17,7 @@ class Layout(Protocol):
 
     name: str
     page_size: int
+    num_kv_heads: int
     vmem_limit_bytes: int
 
     def scratch(self) -> tuple:
@@ -45,4 +46,24 @@ class Layout(Protocol):
 
     def zero_outside(self, v: jax.Ref, first: Array | int, end: Array | int) -> None:
         """Make the slots outside positions [first, end) of the block 0: they may hold NaN, and 0 * NaN is NaN."""
+        ...
+
+    def tile_tokens(self, num_heads: int) -> int:
+        """Query tokens in a tile of the prefill kernel."""
+        ...
+
+    def head_scratch(self, dtype) -> tuple:
+        """Scratch shapes for :meth:`by_head`; ``dtype`` is the queries'."""
+        ...
+
+    def by_head(self, k: jax.Ref, v: jax.Ref, scratch: tuple) -> tuple[jax.Ref, jax.Ref]:
+        """Blocks of keys and values -> refs that the two methods below take."""
+        ...
+
+    def head_scores(self, q: Array, k: jax.Ref, head: Array) -> Array:
+        """q [M, D] . the keys of one head -> float32 [M, pages_per_block * page_size]."""
+        ...
+
+    def head_values(self, p: Array, v: jax.Ref, head: Array) -> Array:
+        """Weights [M, pages_per_block * page_size] . the values of one head -> float32 [M, D]."""
         ...
