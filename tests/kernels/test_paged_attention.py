@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention, pool_shape
+from pallas_kernels import BACKENDS, paged_attention, pool_shape
+from pallas_kernels.pool import from_token_major, to_token_major
 
 ATTEND = jax.jit(
     paged_attention,
-    static_argnames=("sm_scale", "decode_only", "sliding_window", "soft_cap", "return_lse", "backend"),
+    static_argnames=("sm_scale", "decode_only", "sliding_window", "soft_cap", "return_lse", "backend", "interpret"),
     compiler_options={"xla_backend_optimization_level": 0},
 )
 
@@ -55,6 +56,14 @@ class Case:
         distribution = np.array([num_decode, len(self.num_queries)], np.int32)
         floats = [jnp.asarray(x, self.dtype) for x in (q, k_pages, v_pages)]
         return [*floats, *(jnp.asarray(x) for x in (tables, lens, starts, distribution))]
+
+
+def test_layouts_hold_the_same_tokens():
+    pages = jnp.arange(2 * 128 * 3 * 4).reshape(2, 128, 3, 4)
+    for backend in BACKENDS:
+        own = from_token_major(pages, backend)
+        assert own.shape == pool_shape(2, 128, 3, 4, backend)
+        np.testing.assert_array_equal(to_token_major(own, backend), pages)
 
 
 def dense_float64(arrays, sm_scale, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None, k_scale=1.0, v_scale=1.0):
@@ -124,13 +133,20 @@ OPTIONS["all"] = functools.reduce(lambda a, b: b | a, OPTIONS.values())
 
 
 class TestReference:
-    """The inherited suite: a later backend sets ``backend`` and, where it must, ``atol``. The reference is held to float64."""
+    """The inherited suite: a backend sets ``backend`` and, where it must, the others. The reference is held to float64.
+
+    Cases are token-major; ``attend`` gives the pools the backend's layout.
+    """
 
     backend = "reference"
+    interpret = False
     atol: ClassVar = {"float32": 2e-5, "bfloat16": 2e-2}
 
     def attend(self, arrays, **options):
-        return ATTEND(*arrays, sm_scale=0.125, return_lse=True, backend=self.backend, **options)
+        q, k_pages, v_pages, *metadata = arrays
+        k_pages, v_pages = (from_token_major(pages, self.backend) for pages in (k_pages, v_pages))
+        same = {"sm_scale": 0.125, "return_lse": True, "backend": self.backend, "interpret": self.interpret}
+        return ATTEND(q, k_pages, v_pages, *metadata, **same, **options)
 
     def expected(self, arrays, decode_only, **options):
         return dense_float64(arrays, 0.125, **options)
@@ -210,7 +226,8 @@ class TestXla(TestReference):
         ("sliding_window", 0, "sliding_window=0"),
         ("soft_cap", -1.0, "soft_cap=-1.0"),
         ("sinks", np.zeros((3,), np.float32), "sinks.shape"),
-        ("k_scale", np.ones((4, 16, 3), np.float32), "k_scale.shape"),
+        ("k_scale", np.ones((4, 16, 2), np.float32), "k_scale.shape"),
+        ("v_scale", np.ones((4, 16, 3), np.float32), "k_scale and v_scale"),
         ("backend", "cuda", "backend='cuda'"),
     ],
 )
