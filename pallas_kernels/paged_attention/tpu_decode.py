@@ -42,7 +42,7 @@ def decode_rows(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=layout.vmem_limit_bytes),
         interpret=interpret,
         name=f"{layout.name}_decode",
-    )(items, seq_lens, block_tables.reshape(-1), options.scales(), wide, jnp.asarray(slot_positions), per_head, pools)
+    )(items, seq_lens, block_tables.reshape(-1), softmax.scales(options), wide, jnp.asarray(slot_positions), per_head, pools)
     return layout.narrow(o), lse[:, 0]
 
 

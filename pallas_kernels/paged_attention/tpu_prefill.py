@@ -99,7 +99,7 @@ def prefill_rows(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=layout.vmem_limit_bytes),
         interpret=interpret,
         name=f"{layout.name}_prefill",
-    )(segments, items, block_tables.reshape(-1), options.scales(), q, jnp.asarray(row_token), per_row, pools)
+    )(segments, items, block_tables.reshape(-1), softmax.scales(options), q, jnp.asarray(row_token), per_row, pools)
     o = o.reshape(num_kv_heads, -1, group, head_dim).transpose(1, 0, 2, 3).reshape(-1, num_heads, head_dim)
     lse = lse.reshape(num_kv_heads, -1, group).transpose(1, 0, 2).reshape(-1, num_heads)
     return o[:num_tokens], lse[:num_tokens]

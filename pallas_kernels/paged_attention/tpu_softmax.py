@@ -10,6 +10,12 @@ from pallas_kernels.paged_attention.options import Options
 MASKED = -1e30
 
 
+def scales(options: Options) -> Array:
+    """float32 [2]: the factor on q . k and the one on the weighted values; 1 stands in for scales that differ by slot."""
+    k_scale, v_scale = (1.0 if x is None or options.slot_scales else x for x in (options.k_scale, options.v_scale))
+    return jnp.stack([jnp.asarray(options.sm_scale * k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)])
+
+
 def matmul(x: Array, y: Array, contract: tuple[int, int]) -> Array:
     """x . y over the given dimensions, in float32; float32 operands keep their precision."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
