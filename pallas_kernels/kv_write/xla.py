@@ -1,4 +1,7 @@
-"""kv_write as one XLA scatter per pool, in place when the pool is donated."""
+"""kv_write as one XLA scatter per pool, in place when the pool is donated.
+
+But for float8 pools on a CPU: it has no such numbers, and XLA converts the whole pool to float16 and back. Use int8 there.
+"""
 
 import jax.numpy as jnp
 from jax import Array

@@ -50,15 +50,14 @@ def _of_pages(scale, page_ids):
 def _attend(q, k, v, position, options):
     """One query [H, D] at ``position`` over pages k, v float32 [MP, page_size, KVH, D] -> (o float32 [H, D], lse [H])."""
     num_kv_heads, head_dim = k.shape[2:]
-    group = q.shape[0] // num_kv_heads
     key_position = jnp.arange(k.shape[0] * k.shape[1], dtype=jnp.int32)
     mask = key_position <= position
     if options.sliding_window is not None:
         mask &= key_position > position - options.sliding_window
     # Unused slots may hold NaN, and 0 * NaN is NaN: they are replaced, not only given weight 0.
     k, v = (jnp.where(mask[:, None, None], x.reshape(-1, num_kv_heads, head_dim), 0) for x in (k, v))
-    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-    scores = jnp.einsum("hd,shd->hs", q.astype(jnp.float32), k, precision="highest") * options.sm_scale
+    q = q.reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
+    scores = jnp.einsum("kgd,skd->kgs", q, k, precision="highest").reshape(-1, k.shape[0]) * options.sm_scale
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     if options.alibi_slopes is not None:
@@ -68,4 +67,5 @@ def _attend(q, k, v, position, options):
         scores = jnp.concatenate([scores, options.sinks[:, None]], axis=1)
         v = jnp.concatenate([v, jnp.zeros_like(v[:1])])
     lse = jax.nn.logsumexp(scores, axis=1)
-    return jnp.einsum("hs,shd->hd", jnp.exp(scores - lse[:, None]), v, precision="highest"), lse
+    weights = jnp.exp(scores - lse[:, None]).reshape(num_kv_heads, -1, v.shape[0])
+    return jnp.einsum("kgs,skd->kgd", weights, v, precision="highest").reshape(-1, head_dim), lse
