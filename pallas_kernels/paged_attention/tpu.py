@@ -1,6 +1,7 @@
 """paged_attention on TPUs over token-major pages, [num_pages, page_size, num_kv_heads, head_dim], for head dims that fill the lanes."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention import tpu_softmax as softmax
 from pallas_kernels.paged_attention.options import Options
-from pallas_kernels.paged_attention.tpu_rows import attend_pages
 from pallas_kernels.paged_attention.tpu_layout import ELSEWHERE
+from pallas_kernels.paged_attention.tpu_rows import attend_pages
+from pallas_kernels.paged_attention.tpu_tiles import Tiles, unsupported_dtypes, unsupported_page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,18 +23,11 @@ class TokenMajor:
     page_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: jnp.dtype
-    pages_per_block: int
-    num_buffers: int
-    vmem_limit_bytes: int = 64 << 20
+    tiles: Tiles
     name = "mosaic_tpu"
 
-    def scratch(self):
-        buffer = pltpu.VMEM((self.num_buffers, self.pages_per_block, self.page_size, self.num_kv_heads, self.head_dim), self.dtype)
-        return (buffer, buffer), pltpu.SemaphoreType.DMA((2, self.num_buffers)), pltpu.SMEM((4,), jnp.int32)
-
     def slot_positions(self, num_heads):
-        column = np.arange(self.pages_per_block * self.page_size * self.num_kv_heads, dtype=np.int32)
+        column = np.arange(self.tiles.pages_per_block * self.page_size * self.num_kv_heads, dtype=np.int32)
         own = column % self.num_kv_heads == np.arange(num_heads)[:, None] // (num_heads // self.num_kv_heads)
         return np.where(own, column // self.num_kv_heads, np.int32(ELSEWHERE))
 
@@ -52,17 +47,14 @@ class TokenMajor:
         return block[...].astype(dtype).reshape(-1, self.head_dim)
 
     def zero_outside(self, v, first, end):
-        @pl.when((first > 0) | (end < self.pages_per_block * self.page_size))
+        @pl.when((first > 0) | (end < self.tiles.pages_per_block * self.page_size))
         def _():
             page, slot = (lax.broadcasted_iota(jnp.int32, v.shape, i) for i in (0, 1))
             position = page * self.page_size + slot
             v[...] = jnp.where((position >= first) & (position < end), v[...], jnp.zeros((), v.dtype))
 
-    def tile_tokens(self, num_heads):
-        return 128
-
     def head_scratch(self, dtype):
-        heads = pltpu.VMEM((self.num_kv_heads, self.pages_per_block * self.page_size, self.head_dim), dtype)
+        heads = pltpu.VMEM((self.num_kv_heads, self.tiles.pages_per_block * self.page_size, self.head_dim), dtype)
         return heads, heads
 
     def by_head(self, k, v, scratch):
@@ -89,8 +81,30 @@ def attend(
     options: Options,
     *,
     decode_only: bool,
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array]:
+    """Return (o [T, H, D] in q's dtype, lse float32 [T, H]); see :func:`pallas_kernels.paged_attention`.
+
+    A result does not depend on the other rows of the batch. ``interpret`` may also be the interpreter's parameters.
+    """
     _, page_size, num_kv_heads, head_dim = k_pages.shape
-    layout = TokenMajor(page_size, num_kv_heads, head_dim, k_pages.dtype, max(1, 256 // page_size), 3)
-    return attend_pages(layout, q, (k_pages, v_pages), block_tables, seq_lens, query_start_loc, distribution, options, decode_only, interpret)
+    make_layout = functools.partial(TokenMajor, page_size, num_kv_heads, head_dim)
+    rows = block_tables, seq_lens, query_start_loc, distribution
+    return attend_pages(make_layout, page_size, num_kv_heads, q, (k_pages, v_pages), *rows, options, decode_only, interpret)
+
+
+def unsupported(
+    q_shape: tuple[int, ...], q_dtype: jnp.dtype, pages_shape: tuple[int, ...], pages_dtype: jnp.dtype, options: Options
+) -> str | None:
+    """Why the kernels cannot do a call, in one sentence with the values; None if they can."""
+    _, _, num_kv_heads, head_dim = pages_shape
+    if head_dim % 128:
+        return f"head_dim is {head_dim}, and token-major pages need a multiple of the 128 lanes"
+    if num_kv_heads * pages_dtype.itemsize % 4 or (num_kv_heads % 8 and num_kv_heads not in (1, 2, 4)):
+        return (
+            f"num_kv_heads is {num_kv_heads} with {pages_dtype} pages, and a token's heads must fill a tile of memory: "
+            "1, 2, 4 or a multiple of 8, of 4 bytes or more together"
+        )
+    if options.slot_scales:
+        return "k_scale and v_scale are given for each slot, and token-major pages take scalars"
+    return unsupported_dtypes(q_dtype, pages_dtype) or unsupported_page(pages_shape, pages_dtype)

@@ -11,11 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention import tpu_softmax as softmax
 from pallas_kernels.paged_attention.options import Options
 from pallas_kernels.paged_attention.tpu_layout import Layout
-from pallas_kernels.paged_attention.tpu_pages import PageStream, make_items
+from pallas_kernels.paged_attention.tpu_pages import PageStream, make_items, stream_scratch
 
 
 def decode_rows(
-    layout: Layout, q: Array, pools: tuple[Array, Array], block_tables: Array, seq_lens: Array, options: Options, interpret
+    layout: Layout, q: Array, pools: tuple[Array, ...], block_tables: Array, seq_lens: Array, options: Options, interpret
 ) -> tuple[Array, Array]:
     """Attention of one query a row: q [R, H, D], seq_lens [R] (0: no query) -> (o [R, H, D] in q's dtype, lse float32 [R, H])."""
     num_rows = q.shape[0]
@@ -34,19 +34,22 @@ def decode_rows(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_rows,),
-            in_specs=[one_row, whole, [None if x is None else whole for x in per_head], (anywhere, anywhere)],
+            in_specs=[one_row, whole, [None if x is None else whole for x in per_head], (anywhere,) * len(pools)],
             out_specs=[one_row, pl.BlockSpec((1, 1, num_heads), lambda i, *_: (i, 0, 0))],
-            scratch_shapes=layout.scratch(),
+            scratch_shapes=stream_scratch(pools, layout.tiles),
         ),
         out_shape=[jax.ShapeDtypeStruct(wide.shape, q.dtype), jax.ShapeDtypeStruct((num_rows, 1, num_heads), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=layout.vmem_limit_bytes),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=layout.tiles.vmem_limit_bytes),
         interpret=interpret,
         name=f"{layout.name}_decode",
     )(items, seq_lens, block_tables.reshape(-1), softmax.scales(options), wide, jnp.asarray(slot_positions), per_head, pools)
     return layout.narrow(o), lse[:, 0]
 
 
-def _kernel(layout, options, table_width, items, seq_lens, block_tables, scales, q_ref, slot_positions, per_head, pools, o_ref, lse_ref, *scratch):
+def _kernel(
+    layout, options, table_width,
+    items, seq_lens, block_tables, scales, q_ref, slot_positions, per_head, pools, o_ref, lse_ref, *scratch,
+):  # fmt: skip
     stream = PageStream(items, block_tables, table_width, pools, *scratch)
     row = pl.program_id(0)
     pl.when(row == 0)(stream.open)
@@ -58,15 +61,20 @@ def _kernel(layout, options, table_width, items, seq_lens, block_tables, scales,
     def body(block, state):
         m, l, o = state  # noqa: E741
         slot, first_page = stream.take(row, block)
-        k, v = (buffer.at[slot] for buffer in stream.buffers)
+        k, v, *slot_scales = (buffer.at[slot] for buffer in stream.buffers)
         base = first_page * layout.page_size
         layout.zero_outside(v, first_seen - base, end - base)
         position = slot_positions[...]
-        scores = softmax.modify_scores(layout.scores(q, k), scales[0], position - (end - 1 - base), slopes, options)
+        scores = layout.scores(q, k)
+        if slot_scales:
+            scores *= layout.slot_scales(slot_scales[0], q.shape[0])
+        scores = softmax.modify_scores(scores, scales[0], position - (end - 1 - base), slopes, options)
         mask = position < end - base
         if options.sliding_window is not None:
             mask &= position >= first_seen - base
         m, l, p, keep = softmax.rescale(m, l, jnp.where(mask, scores, softmax.MASKED))  # noqa: E741
+        if slot_scales:
+            p = jnp.where(mask, p * layout.slot_scales(slot_scales[1], q.shape[0]), 0.0)  # a scale that is not in use may be NaN
         return m, l, o * keep + layout.values(p.astype(q.dtype), v)
 
     m, l, o = lax.fori_loop(0, stream.num_blocks(row), body, softmax.start(*q.shape))  # noqa: E741

@@ -5,6 +5,7 @@ row of a tile each in the token-major layout.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention import tpu_softmax as softmax
 from pallas_kernels.paged_attention.options import Options
 from pallas_kernels.paged_attention.tpu_rows import attend_pages
+from pallas_kernels.paged_attention.tpu_tiles import Tiles, unsupported_dtypes, unsupported_page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +26,11 @@ class LaneMajor:
     page_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: jnp.dtype
-    pages_per_block: int
-    num_buffers: int
-    vmem_limit_bytes: int = 64 << 20
+    tiles: Tiles
     name = "mosaic_tpu_lanes"
 
-    def scratch(self):
-        buffer = pltpu.VMEM((self.num_buffers, self.pages_per_block, self.num_kv_heads, self.head_dim, self.page_size), self.dtype)
-        return (buffer, buffer), pltpu.SemaphoreType.DMA((2, self.num_buffers)), pltpu.SMEM((4,), jnp.int32)
-
     def slot_positions(self, num_heads):
-        return np.arange(self.pages_per_block * self.page_size, dtype=np.int32)[None]
+        return np.arange(self.tiles.pages_per_block * self.page_size, dtype=np.int32)[None]
 
     def widen(self, q):
         num_rows, num_heads, _ = q.shape
@@ -54,26 +49,30 @@ class LaneMajor:
         return self._over_pages(lambda j: softmax.matmul(q, self._page(k, j, q.dtype), (1, 0)))
 
     def values(self, p, v):
-        return sum(softmax.matmul(self._columns(p, j), self._page(v, j, p.dtype), (1, 1)) for j in range(self.pages_per_block))
+        return sum(softmax.matmul(self._columns(p, j), self._page(v, j, p.dtype), (1, 1)) for j in range(self.tiles.pages_per_block))
 
     def _page(self, block, j, dtype):
         return block[j].astype(dtype).reshape(-1, self.page_size)
 
     def _over_pages(self, scores_of):
-        return jnp.concatenate([scores_of(j) for j in range(self.pages_per_block)], axis=1)
+        return jnp.concatenate([scores_of(j) for j in range(self.tiles.pages_per_block)], axis=1)
 
     def _columns(self, p, j):
         return p[:, j * self.page_size : (j + 1) * self.page_size]
 
+    def slot_scales(self, scales, num_heads):
+        heads = jnp.concatenate([scales[j] for j in range(self.tiles.pages_per_block)], axis=1)
+        return jnp.repeat(heads, num_heads // self.num_kv_heads, axis=0)
+
+    def head_slot_scales(self, scales, head):
+        return jnp.concatenate([scales[j, pl.ds(head, 1)] for j in range(self.tiles.pages_per_block)], axis=1)
+
     def zero_outside(self, v, first, end):
-        @pl.when((first > 0) | (end < self.pages_per_block * self.page_size))
+        @pl.when((first > 0) | (end < self.tiles.pages_per_block * self.page_size))
         def _():
             page, slot = (lax.broadcasted_iota(jnp.int32, v.shape, i) for i in (0, 3))
             position = page * self.page_size + slot
             v[...] = jnp.where((position >= first) & (position < end), v[...], jnp.zeros((), v.dtype))
-
-    def tile_tokens(self, num_heads):
-        return 128
 
     def head_scratch(self, dtype):
         return ()
@@ -85,7 +84,7 @@ class LaneMajor:
         return self._over_pages(lambda j: softmax.matmul(q, k[j, head].astype(q.dtype), (1, 0)))
 
     def head_values(self, p, v, head):
-        return sum(softmax.matmul(self._columns(p, j), v[j, head].astype(p.dtype), (1, 1)) for j in range(self.pages_per_block))
+        return sum(softmax.matmul(self._columns(p, j), v[j, head].astype(p.dtype), (1, 1)) for j in range(self.tiles.pages_per_block))
 
 
 def attend(
@@ -99,8 +98,29 @@ def attend(
     options: Options,
     *,
     decode_only: bool,
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array]:
+    """Return (o [T, H, D] in q's dtype, lse float32 [T, H]); see :func:`pallas_kernels.paged_attention`.
+
+    A result does not depend on the other rows of the batch. ``interpret`` may also be the interpreter's parameters.
+    """
     _, num_kv_heads, head_dim, page_size = k_pages.shape
-    layout = LaneMajor(page_size, num_kv_heads, head_dim, k_pages.dtype, max(1, 256 // page_size), 3)
-    return attend_pages(layout, q, (k_pages, v_pages), block_tables, seq_lens, query_start_loc, distribution, options, decode_only, interpret)
+    pools = (k_pages, v_pages)
+    if options.slot_scales:
+        # XLA keeps an array of so few heads with its slots along the lanes, so that this moves nothing.
+        pools += tuple(jnp.asarray(x, jnp.float32).transpose(0, 2, 1) for x in (options.k_scale, options.v_scale))
+    make_layout = functools.partial(LaneMajor, page_size, num_kv_heads, head_dim)
+    rows = block_tables, seq_lens, query_start_loc, distribution
+    return attend_pages(make_layout, page_size, 1, q, pools, *rows, options, decode_only, interpret)
+
+
+def unsupported(
+    q_shape: tuple[int, ...], q_dtype: jnp.dtype, pages_shape: tuple[int, ...], pages_dtype: jnp.dtype, options: Options
+) -> str | None:
+    """Why the kernels cannot do a call, in one sentence with the values; None if they can."""
+    _, _, head_dim, page_size = pages_shape
+    if page_size % 128:
+        return f"page_size is {page_size}, and lane-major pages need a multiple of the 128 lanes"
+    if head_dim % 8:
+        return f"head_dim is {head_dim}, and lane-major pages need a multiple of the 8 rows of a tile"
+    return unsupported_dtypes(q_dtype, pages_dtype) or unsupported_page(pages_shape, pages_dtype)

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax import Array
 
+from pallas_kernels.paged_attention.tpu_tiles import Tiles
+
 ELSEWHERE = 2**30  # the position of a slot that a head may not see
 
 
@@ -15,17 +17,20 @@ class Layout(Protocol):
     Queries are *wide* inside the decode kernel: [H, W], whatever makes one product with a block give all heads' scores.
     """
 
-    name: str
-    page_size: int
-    num_kv_heads: int
-    vmem_limit_bytes: int
+    @property
+    def name(self) -> str: ...
 
-    def scratch(self) -> tuple:
-        """Shapes of the page stream's buffers, semaphores and state."""
-        ...
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def tiles(self) -> Tiles: ...
 
     def slot_positions(self, num_heads: int) -> np.ndarray:
-        """int32 [H, N]: position in the block of column n as head h sees it, ELSEWHERE if it belongs to another key head."""
+        """int32 [H or 1, N]: position in the block of column n as head h sees it, ELSEWHERE if it belongs to another key head."""
         ...
 
     def widen(self, q: Array) -> Array:
@@ -44,12 +49,12 @@ class Layout(Protocol):
         """Weights [H, N] . block of values -> float32 [H, W]."""
         ...
 
-    def zero_outside(self, v: jax.Ref, first: Array | int, end: Array | int) -> None:
-        """Make the slots outside positions [first, end) of the block 0: they may hold NaN, and 0 * NaN is NaN."""
+    def slot_scales(self, scales: jax.Ref, num_heads: int) -> Array:
+        """A block of scales -> float32 [H, N]; only where ``unsupported`` lets scales for each slot pass."""
         ...
 
-    def tile_tokens(self, num_heads: int) -> int:
-        """Query tokens in a tile of the prefill kernel."""
+    def zero_outside(self, v: jax.Ref, first: Array | int, end: Array | int) -> None:
+        """Make the slots outside positions [first, end) of the block 0: they may hold NaN, and 0 * NaN is NaN."""
         ...
 
     def head_scratch(self, dtype) -> tuple:
@@ -66,4 +71,8 @@ class Layout(Protocol):
 
     def head_values(self, p: Array, v: jax.Ref, head: Array) -> Array:
         """Weights [M, pages_per_block * page_size] . the values of one head -> float32 [M, D]."""
+        ...
+
+    def head_slot_scales(self, scales: jax.Ref, head: Array) -> Array:
+        """A block of scales -> those of one head, float32 [1, pages_per_block * page_size]."""
         ...

@@ -13,6 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention.tpu_tiles import Tiles
+
 ITEM, PAGE, FETCHED, TAKEN = range(4)  # of the stream's state in SMEM
 
 
@@ -32,13 +34,20 @@ def make_items(row: Array, first_position: Array, end_position: Array, page_size
     end = jnp.where(some, (end_position + page_size - 1) // page_size, 0)
     num_items = row.shape[0]
     candidates = jnp.where(some, jnp.arange(num_items, dtype=jnp.int32), num_items)
-    next_item = lax.cummin(candidates, reverse=True)
+    at_or_after = jnp.arange(num_items) >= jnp.arange(num_items)[:, None]
+    next_item = jnp.min(jnp.where(at_or_after, candidates, num_items), axis=1)  # a cumulative minimum is slow on a TPU
     return Items(row, *(jnp.pad(x, (0, 1), constant_values=c) for x, c in ((first, 0), (end, 0), (next_item, num_items))))
+
+
+def stream_scratch(pools: tuple[Array, ...], tiles: Tiles) -> tuple:
+    """Scratch shapes for the last three fields of a :class:`PageStream` over ``pools``."""
+    buffers = tuple(pltpu.VMEM((tiles.num_buffers, tiles.pages_per_block, *pool.shape[1:]), pool.dtype) for pool in pools)
+    return buffers, pltpu.SemaphoreType.DMA((len(pools), tiles.num_buffers)), pltpu.SMEM((4,), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class PageStream:
-    """Blocks of ``pages_per_block`` pages of K and of V, double buffered or deeper; the fields are the kernel's refs.
+    """Blocks of ``pages_per_block`` pages of each pool (K, V, perhaps their scales); the fields are the kernel's refs.
 
     ``buffers[i]`` is [num_buffers, pages_per_block, *page] in VMEM for ``pools[i]`` [P, *page] in HBM; ``semaphores`` DMA [len(pools),
     num_buffers]; ``state`` i32 [4] in SMEM; ``block_tables`` i32 [R * table_width] in SMEM.

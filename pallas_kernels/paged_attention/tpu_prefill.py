@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention import tpu_softmax as softmax
 from pallas_kernels.paged_attention.options import Options
 from pallas_kernels.paged_attention.tpu_layout import Layout
-from pallas_kernels.paged_attention.tpu_pages import Items, PageStream, make_items
+from pallas_kernels.paged_attention.tpu_pages import Items, PageStream, make_items, stream_scratch
 
 
 class Segments(NamedTuple):
@@ -43,7 +43,7 @@ def make_segments(
     first = jnp.sort(jnp.concatenate([tiles, jnp.where(is_prefill, starts, num_tokens), end[None]]))
     last = jnp.append(first[1:], num_tokens)
     row = jnp.maximum(jnp.sum(starts <= first[:, None], axis=1, dtype=jnp.int32) - 1, 0)
-    live = is_prefill[row] & (first < end) & (first < last)
+    live = is_prefill[row] & (first >= starts[row]) & (first < end) & (first < last)
     offset = seq_lens[row] - ends[row]
     first_position = jnp.zeros_like(offset)
     if options.sliding_window is not None:
@@ -56,7 +56,7 @@ def make_segments(
 def prefill_rows(
     layout: Layout,
     q: Array,
-    pools: tuple[Array, Array],
+    pools: tuple[Array, ...],
     block_tables: Array,
     seq_lens: Array,
     query_start_loc: Array,
@@ -68,7 +68,7 @@ def prefill_rows(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = layout.num_kv_heads
     group = num_heads // num_kv_heads
-    tile_tokens = min(layout.tile_tokens(num_heads), -(-num_tokens // 16) * 16)
+    tile_tokens = min(layout.tiles.queries, -(-num_tokens // 16) * 16)
     num_tiles = -(-num_tokens // tile_tokens)
     tile_rows = tile_tokens * group
     segments, items, num_segments = make_segments(
@@ -79,7 +79,7 @@ def prefill_rows(
     row_token = np.repeat(np.arange(tile_tokens, dtype=np.int32), group)[:, None]
     per_row = [None if x is None else _per_row(x, num_kv_heads, tile_tokens) for x in (options.alibi_slopes, options.sinks)]
     tile = pl.BlockSpec((num_kv_heads, tile_rows, head_dim), lambda i, segments, *_: (0, segments.tile[i], 0))
-    lse_tile = pl.BlockSpec((num_kv_heads, 1, tile_rows), lambda i, segments, *_: (0, 0, segments.tile[i]))
+    lse_tile = pl.BlockSpec((1, num_kv_heads, 1, tile_rows), lambda i, segments, *_: (segments.tile[i], 0, 0, 0))
     whole, anywhere = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     column = pltpu.VMEM((num_kv_heads, tile_rows, 1), jnp.float32)
     o, lse = pl.pallas_call(
@@ -87,21 +87,21 @@ def prefill_rows(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_segments,),
-            in_specs=[tile, whole, [None if x is None else whole for x in per_row], (anywhere, anywhere)],
+            in_specs=[tile, whole, [None if x is None else whole for x in per_row], (anywhere,) * len(pools)],
             out_specs=[tile, lse_tile],
             scratch_shapes=[
                 (column, column, pltpu.VMEM((num_kv_heads, tile_rows, head_dim), jnp.float32)),
                 layout.head_scratch(q.dtype),
-                *layout.scratch(),
+                *stream_scratch(pools, layout.tiles),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((num_kv_heads, 1, q.shape[1]), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=layout.vmem_limit_bytes),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((num_tiles, num_kv_heads, 1, tile_rows), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=layout.tiles.vmem_limit_bytes),
         interpret=interpret,
         name=f"{layout.name}_prefill",
     )(segments, items, block_tables.reshape(-1), softmax.scales(options), q, jnp.asarray(row_token), per_row, pools)
     o = o.reshape(num_kv_heads, -1, group, head_dim).transpose(1, 0, 2, 3).reshape(-1, num_heads, head_dim)
-    lse = lse.reshape(num_kv_heads, -1, group).transpose(1, 0, 2).reshape(-1, num_heads)
+    lse = lse.reshape(num_tiles, num_kv_heads, tile_tokens, group).transpose(0, 2, 1, 3).reshape(-1, num_heads)
     return o[:num_tokens], lse[:num_tokens]
 
 
@@ -133,7 +133,7 @@ def _kernel(
 
     def one_block(block, _):
         slot, first_page = stream.take(i, block)
-        k, v = (buffer.at[slot] for buffer in stream.buffers)
+        k, v, *slot_scales = (buffer.at[slot] for buffer in stream.buffers)
         base = first_page * layout.page_size
         layout.zero_outside(v, first_seen - base, end_token + offset - base)
         k, v = layout.by_head(k, v, head_scratch)
@@ -142,7 +142,8 @@ def _kernel(
         query = jnp.where((token >= first_token) & (token < end_token), token + offset - base, -1)
 
         def one_head(head, _):
-            _attend(layout, options, head, query, scales[0], q_ref, k, v, None if per_row[0] is None else per_row[0][head], state)
+            slopes = None if per_row[0] is None else per_row[0][head]
+            _attend(layout, options, head, query, scales[0], q_ref, k, v, slot_scales, slopes, state)
 
         lax.fori_loop(0, num_kv_heads, one_head, None)
 
@@ -154,16 +155,18 @@ def _kernel(
             sinks = None if per_row[1] is None else per_row[1][head]
             o, lse = softmax.finish(m_ref[head], l_ref[head], o_sum_ref[head], sinks, scales[1])
             o_ref[head] = o.astype(o_ref.dtype)
-            lse_ref[head] = softmax.column_to_row(lse)
+            lse_ref[0, head] = softmax.column_to_row(lse)
 
         lax.fori_loop(0, num_kv_heads, one_head, None)
 
 
-def _attend(layout, options, head, query, scale, q_ref, k, v, slopes, state):
+def _attend(layout, options, head, query, scale, q_ref, k, v, slot_scales, slopes, state):
     """One key head's queries [M, D] against one block, into the softmax state; query [M, 1] counts from the block's first slot."""
     m_ref, l_ref, o_sum_ref = state
     q = q_ref[head]
     scores = layout.head_scores(q, k, head)
+    if slot_scales:
+        scores *= layout.head_slot_scales(slot_scales[0], head)
     distance = lax.broadcasted_iota(jnp.int32, scores.shape, 1) - query
     scores = softmax.modify_scores(scores, scale, distance, slopes, options)
     # A query outside the segment has distance > 0 everywhere.
@@ -173,4 +176,6 @@ def _attend(layout, options, head, query, scale, q_ref, k, v, slopes, state):
     m, l, p, keep = softmax.rescale(m_ref[head], l_ref[head], jnp.where(mask, scores, softmax.MASKED))  # noqa: E741
     m_ref[head] = m
     l_ref[head] = l
+    if slot_scales:
+        p = jnp.where(mask, p * layout.head_slot_scales(slot_scales[1], head), 0.0)  # a scale that is not in use may be NaN
     o_sum_ref[head] = o_sum_ref[head] * keep + layout.head_values(p.astype(q.dtype), v, head)
