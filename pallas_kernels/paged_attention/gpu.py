@@ -10,6 +10,7 @@ from pallas_kernels.paged_attention.gpu_tiles import MASKED, ROWS
 from pallas_kernels.paged_attention.options import Options
 
 NUM_SMS = 132
+PIECES = 5
 
 
 def decode_shape(q_shape, q_dtype, pages_shape, pages_dtype, options: Options, fixed: bool) -> gpu_decode.Shape:
@@ -69,7 +70,7 @@ def combine(o, lse, first_slot, num_slots, most, options, num_rows, shape):
 def attend(q, k_pages, v_pages, block_tables, seq_lens, query_start_loc, distribution, options, *, decode_only, interpret, fixed=False, params=None):
     num_rows, width = block_tables.shape
     shape = decode_shape(q.shape, q.dtype, k_pages.shape, k_pages.dtype, options, fixed)
-    pieces = NUM_SMS if not interpret else 5
+    pieces = NUM_SMS if not interpret else PIECES
     plan, first, num = plan_decode(seq_lens, shape, pieces)
     units = num_rows * shape.num_kv_heads
     longest = -(-width * shape.page_size // shape.block)

@@ -1,7 +1,7 @@
 """What the Hopper kernels share: shared-memory layouts, the matrix product, scores and the online softmax of one tile.
 
-Mosaic GPU's interpreter has no wgmma with an operand in registers or transposed, and no accumulator with a start value; `matmul` is the
-one place where an interpreted kernel differs from a compiled one.
+Mosaic GPU's interpreter does not look for races in what wgmma reads and has no accumulator with a start value; `matmul` is the one place
+where an interpreted kernel differs from a compiled one.
 """
 
 import math
@@ -33,6 +33,8 @@ def matmul(start: Array | None, a, b, *, transpose_b: bool, interpret: bool) -> 
     if interpret:
         dimensions = (((1,), (1 if transpose_b else 0,)), ((), ()))
         product = lax.dot_general(a[...], b[...], dimensions, preferred_element_type=jnp.float32)
+        # These were ordinary reads; wgmma's own need no fence before the next TMA write into the same place.
+        plgpu.commit_smem()
         return product if start is None else start + product
     b = b.transpose((1, 0)) if transpose_b else b
     if start is not None:
