@@ -16,9 +16,9 @@ PIECES = 5
 def decode_shape(q_shape, q_dtype, pages_shape, pages_dtype, options: Options, fixed: bool) -> gpu_decode.Shape:
     head_dim = q_shape[2]
     page_size, num_kv_heads = pages_shape[1:3]
-    target = 64 if head_dim <= 128 else 32
+    target = 64
     block = target if page_size >= target else page_size * max(1, target // page_size)
-    stages = 2
+    stages = 2 if head_dim <= 128 else 1
     columns = 64 if head_dim % 64 == 0 else head_dim
     if head_dim > 128:
         columns = 32

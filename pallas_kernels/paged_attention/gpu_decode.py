@@ -124,7 +124,6 @@ def _scratch(shape: Shape, dtype, page_dtype) -> dict:
         "v_ring": tiles.shared((slots, shape.block, shape.head_dim), page_dtype, swizzle),
         "weights": tiles.shared((COMPUTE_WARPGROUPS, ROWS, shape.block), dtype, swizzle),
         "o_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS, shape.columns), jnp.float32),
-        "lse_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS), jnp.float32),
         "q_loaded": plgpu.Barrier(num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2),
         "k_loaded": loaded,
@@ -313,10 +312,7 @@ def _store(refs, shape: Shape, slot, warpgroup, m, l, o) -> None:  # noqa: E741
     """Write a segment's output, normalised, and its log-sum-exp."""
     found = l > 0
     l = jnp.where(found, l, 1.0)  # noqa: E741
-    lse = refs.lse_tile.at[warpgroup]
-    lse[...] = jnp.where(found, m + jnp.log(l) * LOG2E, MASKED)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(lse, refs.lse.at[slot, warpgroup])
+    refs.lse[slot, warpgroup] = jnp.where(found, m + jnp.log(l) * LOG2E, MASKED)
     o = o / tiles.rows_of(l, o.shape)
     staged = refs.o_tile.at[warpgroup]
     for column in range(0, shape.head_dim, shape.columns):
