@@ -18,12 +18,12 @@ def decode_shape(q_shape, q_dtype, pages_shape, pages_dtype, options: Options, f
     page_size, num_kv_heads = pages_shape[1:3]
     target = 64
     block = target if page_size >= target else page_size * max(1, target // page_size)
-    stages = 2 if head_dim <= 128 else 1
+    warpgroups, stages = (2, 2) if head_dim <= 128 else (1, 2)
     columns = 64 if head_dim % 64 == 0 else head_dim
     if head_dim > 128:
-        columns = 32
+        columns = 64
     return gpu_decode.Shape(
-        q_shape[1] // num_kv_heads, num_kv_heads, head_dim, page_size, block, stages, columns, 16 if fixed else None,
+        q_shape[1] // num_kv_heads, num_kv_heads, head_dim, page_size, block, warpgroups, stages, columns, 16 if fixed else None,
         options.sliding_window, options.soft_cap,
     )
 

@@ -1,6 +1,6 @@
 """Hopper decode kernel: partial attention of rows with one query, the work split evenly over a fixed number of thread blocks.
 
-A thread block has one warpgroup that fetches pages and two that compute. The batch's work is a line of KV blocks, row by row and within a
+A thread block has one warpgroup that fetches pages and one or two that compute. The batch's work is a line of KV blocks, row by row and within a
 row head by head; each thread block takes an equal piece of that line and walks it segment by segment, a segment being what lies of one
 (row, head) in its piece. Blocks go to the compute warpgroups in turn, each through a ring of its own, so that the stream of fetches never
 stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges them.
@@ -21,9 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import gpu_tiles as tiles
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, MASKED, ROWS
 
-COMPUTE_WARPGROUPS = 2
-MEMORY = COMPUTE_WARPGROUPS  # index of the memory warpgroup
-
 
 class Plan(NamedTuple):
     """Who computes what; see `gpu.plan_decode`."""
@@ -41,6 +38,7 @@ class Shape:
     head_dim: int
     page_size: int
     block: int  # tokens of a KV block
+    warpgroups: int  # that compute; the one after them fetches
     stages: int  # ring slots of a compute warpgroup
     columns: int  # of the output that are staged at a time
     fixed_span: int | None  # blocks of a segment, cut by the row's own length; None cuts where a thread block's piece ends
@@ -82,7 +80,8 @@ def partial_attention(
         num_slots: slots of the result.
         interpret: None, or the interpreter's parameters.
 
-    Returns (o float32 [num_slots, 2, group, D], lse float32 [num_slots, 2, 64] in base 2), one entry a compute warpgroup; lse is MASKED, and
+    Returns (o float32 [num_slots, W, group, D], lse float32 [num_slots, W, 64] in base 2), one entry for each of the W compute
+    warpgroups; lse is MASKED, and
     o anything, where the warpgroup had no block. Slots that no segment has are not written.
     """
     operands = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_tables": block_tables, "seq_lens": seq_lens}
@@ -93,19 +92,19 @@ def partial_attention(
     def body(*arrays, **scratch):
         refs = types.SimpleNamespace(**dict(zip((*operands, "o", "lse"), arrays, strict=True)), **scratch)
         role = lax.axis_index("warpgroup")
-        pl.when(role < MEMORY)(lambda: _compute(refs, shape, role, interpret is not None))
-        pl.when(role == MEMORY)(lambda: _fetch(refs, shape))
+        pl.when(role < shape.warpgroups)(lambda: _compute(refs, shape, role, interpret is not None))
+        pl.when(role == shape.warpgroups)(lambda: _fetch(refs, shape))
 
     return plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((num_slots, COMPUTE_WARPGROUPS, shape.group, shape.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((num_slots, COMPUTE_WARPGROUPS, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_slots, shape.warpgroups, shape.group, shape.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_slots, shape.warpgroups, ROWS), jnp.float32),
         ],
         scratch_types=_scratch(shape, q.dtype, k_pages.dtype),
         grid=(plan.pieces.shape[0],),
         grid_names=("piece",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
+        num_threads=shape.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="paged_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -116,16 +115,16 @@ def partial_attention(
 def _scratch(shape: Shape, dtype, page_dtype) -> dict:
     """Shared memory and barriers; ring slots of compute warpgroup w are w * stages onward."""
     swizzle = tiles.swizzle_bytes((shape.head_dim, dtype), (shape.block, dtype))
-    slots = COMPUTE_WARPGROUPS * shape.stages
+    slots = shape.warpgroups * shape.stages
     loaded = plgpu.Barrier(num_arrivals=shape.copies, num_barriers=slots)
     return {
         "q_tile": tiles.shared((2, ROWS, shape.head_dim), dtype, swizzle),
         "k_ring": tiles.shared((slots, shape.block, shape.head_dim), page_dtype, swizzle),
         "v_ring": tiles.shared((slots, shape.block, shape.head_dim), page_dtype, swizzle),
-        "weights": tiles.shared((COMPUTE_WARPGROUPS, ROWS, shape.block), dtype, swizzle),
-        "o_tile": plgpu.SMEM((COMPUTE_WARPGROUPS, ROWS, shape.columns), jnp.float32),
+        "weights": tiles.shared((shape.warpgroups, ROWS, shape.block), dtype, swizzle),
+        "o_tile": plgpu.SMEM((shape.warpgroups, ROWS, shape.columns), jnp.float32),
         "q_loaded": plgpu.Barrier(num_barriers=2),
-        "q_free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2),
+        "q_free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=2),
         "k_loaded": loaded,
         "v_loaded": loaded,
         "k_free": plgpu.Barrier(num_barriers=slots),
@@ -183,7 +182,6 @@ def first_token(length: Array, shape: Shape) -> Array:
 
 def _fetch(refs, shape: Shape) -> None:
     """The memory warpgroup: queries into their two buffers, blocks into the rings of the compute warpgroups in turn."""
-    plgpu.set_max_registers(40, action="decrease")
     width = refs.block_tables.shape[1]
 
     def page_ids(segment, block):
@@ -212,8 +210,8 @@ def _fetch(refs, shape: Shape) -> None:
             def step(block, pages):
                 # The next block's page numbers are on their way while this block's copies wait for room.
                 following = page_ids(segment, block + 1)
-                owner = lax.rem(block, jnp.int32(COMPUTE_WARPGROUPS))
-                count = jnp.where(owner == 0, done[0], done[1]) + lax.div(block, jnp.int32(COMPUTE_WARPGROUPS))
+                owner = lax.rem(block, jnp.int32(shape.warpgroups))
+                count = sum(jnp.where(owner == w, done[w], 0) for w in range(shape.warpgroups)) + lax.div(block, jnp.int32(shape.warpgroups))
                 slot = owner * shape.stages + lax.rem(count, jnp.int32(shape.stages))
 
                 @pl.when(count >= shape.stages)
@@ -226,13 +224,13 @@ def _fetch(refs, shape: Shape) -> None:
 
             lax.fori_loop(0, segment.blocks, step, page_ids(segment, jnp.int32(0)))
 
-        own = [done[w] + _share(segment.blocks, w) for w in range(COMPUTE_WARPGROUPS)]
+        own = [done[w] + _share(segment.blocks, w, shape) for w in range(shape.warpgroups)]
         return segments + jnp.where(segment.blocks > 0, 1, 0), own
 
-    segments, done = _walk(refs, shape, visit, (jnp.int32(0), [jnp.int32(0)] * COMPUTE_WARPGROUPS))
+    segments, done = _walk(refs, shape, visit, (jnp.int32(0), [jnp.int32(0)] * shape.warpgroups))
 
     # Every completion of a barrier must be seen by who waits on it, the last ones too.
-    for warpgroup in range(COMPUTE_WARPGROUPS):
+    for warpgroup in range(shape.warpgroups):
         for back in range(shape.stages):
 
             @pl.when(done[warpgroup] > back)
@@ -245,19 +243,18 @@ def _fetch(refs, shape: Shape) -> None:
         pl.when(segments > back)(lambda back=back: plgpu.barrier_wait(refs.q_free.at[lax.rem(segments - 1 - back, jnp.int32(2))]))
 
 
-def _share(blocks: Array, warpgroup) -> Array:
+def _share(blocks: Array, warpgroup, shape: Shape) -> Array:
     """How many of a segment's blocks go to a compute warpgroup."""
-    return lax.div(blocks + (COMPUTE_WARPGROUPS - 1 - warpgroup), jnp.int32(COMPUTE_WARPGROUPS))
+    return lax.div(blocks + (shape.warpgroups - 1 - warpgroup), jnp.int32(shape.warpgroups))
 
 
 def _compute(refs, shape: Shape, warpgroup, interpret: bool) -> None:
     """A compute warpgroup: its blocks of each segment, then the segment's output and log-sum-exp."""
-    plgpu.set_max_registers(232, action="increase")
     scale = refs.scale[0]
 
     def visit(segment, carry):
         segments, done = carry
-        own = _share(segment.blocks, warpgroup)
+        own = _share(segment.blocks, warpgroup, shape)
 
         @pl.when(segment.blocks > 0)
         def _():
@@ -268,7 +265,7 @@ def _compute(refs, shape: Shape, warpgroup, interpret: bool) -> None:
 
             def step(i, state):
                 slot = warpgroup * shape.stages + lax.rem(done + i, jnp.int32(shape.stages))
-                token = segment.first + (i * COMPUTE_WARPGROUPS + warpgroup) * shape.block
+                token = segment.first + (i * shape.warpgroups + warpgroup) * shape.block
                 return _attend_block(refs, shape, segment, token, buffer, warpgroup, slot, scale, slopes, state, interpret)
 
             m, l, o = lax.fori_loop(0, own, step, (m, l, o))  # noqa: E741

@@ -73,7 +73,10 @@ def softmax_step(m: Array, l: Array, scores: Array) -> tuple[Array, Array, Array
 
 def zero_rows_outside(v, first: Array, end: Array) -> None:
     """Write 0 over rows of the block v [N, D] before ``first`` and from ``end`` on: they may hold NaN, and 0 * NaN is NaN."""
-    value = v[...]
-    row = lax.broadcasted_iota(jnp.int32, value.shape, 0)
-    v[...] = jnp.where((row >= first) & (row < end), value, jnp.zeros_like(value))
+    width = 64 if v.shape[1] % 64 == 0 else v.shape[1]  # a few registers at a time
+    for column in range(0, v.shape[1], width):
+        part = v.at[:, pl.ds(column, width)]
+        value = part[...]
+        row = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+        part[...] = jnp.where((row >= first) & (row < end), value, jnp.zeros_like(value))
     plgpu.commit_smem()
