@@ -1,12 +1,14 @@
 """paged_attention on Hopper GPUs: the plan of the decode work, the two kernels and the merge of partial results."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu_decode, online
-from pallas_kernels.paged_attention.gpu_tiles import MASKED, ROWS
+from pallas_kernels.paged_attention.gpu_tiles import LOG2E, MASKED, ROWS
 from pallas_kernels.paged_attention.options import Options
 
 NUM_SMS = 132
@@ -63,7 +65,7 @@ def combine(o, lse, first_slot, num_slots, most, options, num_rows, shape):
     l = weight.sum((1, 2))  # noqa: E741
     o = jnp.where(weight[..., None] > 0, o[slot] * weight[..., None], 0).sum((1, 2))
     heads = num_rows, shape.num_kv_heads * shape.group
-    m = jnp.where(m > MASKED, m / gpu_decode.LOG2E, MASKED)
+    m = jnp.where(m > MASKED, m / LOG2E, MASKED)
     return online.finish(m.reshape(heads), l.reshape(heads), o.reshape(*heads, -1), options.sinks, options.v_scale)
 
 
@@ -78,12 +80,21 @@ def attend(q, k_pages, v_pages, block_tables, seq_lens, query_start_loc, distrib
     slots = units * most if fixed else units + pieces
     grouped = q.reshape(num_rows, shape.num_kv_heads, shape.group, shape.head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, shape.padded_group - shape.group), (0, 0)))
-    scale = jnp.asarray(options.sm_scale * (1.0 if options.k_scale is None else options.k_scale), jnp.float32).reshape(1)
-    slopes = options.alibi_slopes
-    if slopes is not None:
-        slopes = jnp.pad(slopes.reshape(shape.num_kv_heads, shape.group), ((0, 0), (0, ROWS - shape.group)))
+    factor, optional = options.sm_scale, {}
+    if options.k_scale is not None:
+        if jnp.ndim(options.k_scale) == 0:
+            factor = factor * options.k_scale
+        else:
+            optional["k_scale"] = options.k_scale
+    if jnp.ndim(options.v_scale) == 3:
+        optional["v_scale"] = options.v_scale
+        options = dataclasses.replace(options, v_scale=None)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.reshape(shape.num_kv_heads, shape.group)
+        optional["slopes"] = jnp.pad(slopes, ((0, 0), (0, ROWS - shape.group)))
     o, lse = gpu_decode.partial_attention(
-        grouped, k_pages, v_pages, block_tables, seq_lens, plan, scale, slopes, shape, slots, params if interpret else None
+        grouped, k_pages, v_pages, block_tables, seq_lens, plan, jnp.asarray(factor, jnp.float32).reshape(1), optional, shape, slots,
+        params if interpret else None,
     )
     o, lse = combine(o, lse, first, num, most, options, num_rows, shape)
     return o.astype(q.dtype), lse

@@ -64,7 +64,7 @@ def partial_attention(
     seq_lens: Array,
     plan: Plan,
     scale: Array,
-    slopes: Array | None,
+    optional: dict[str, Array],
     shape: Shape,
     num_slots: int,
     interpret,
@@ -76,7 +76,7 @@ def partial_attention(
         k_pages, v_pages: [P, page_size, KVH, D].
         block_tables, seq_lens: int32 [R, MP], [R].
         scale: float32 [1], factor on q . k.
-        slopes: float32 [KVH, 64] or None.
+        optional: any of slopes, float32 [KVH, 64], and k_scale and v_scale, float32 [P, page_size, KVH], a factor on each stored key or value.
         num_slots: slots of the result.
         interpret: None, or the interpreter's parameters.
 
@@ -85,12 +85,11 @@ def partial_attention(
     o anything, where the warpgroup had no block. Slots that no segment has are not written.
     """
     operands = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_tables": block_tables, "seq_lens": seq_lens}
-    operands |= {"row_blocks": plan.row_blocks, "pieces": plan.pieces, "scale": scale}
-    if slopes is not None:
-        operands["slopes"] = slopes
+    operands |= {"row_blocks": plan.row_blocks, "pieces": plan.pieces, "scale": scale, **optional}
 
     def body(*arrays, **scratch):
-        refs = types.SimpleNamespace(**dict(zip((*operands, "o", "lse"), arrays, strict=True)), **scratch)
+        refs = types.SimpleNamespace(slopes=None, k_scale=None, v_scale=None, **scratch)
+        vars(refs).update(zip((*operands, "o", "lse"), arrays, strict=True))
         role = lax.axis_index("warpgroup")
         pl.when(role < shape.warpgroups)(lambda: _compute(refs, shape, role, interpret is not None))
         pl.when(role == shape.warpgroups)(lambda: _fetch(refs, shape))
@@ -101,7 +100,7 @@ def partial_attention(
             jax.ShapeDtypeStruct((num_slots, shape.warpgroups, shape.group, shape.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_slots, shape.warpgroups, ROWS), jnp.float32),
         ],
-        scratch_types=_scratch(shape, q.dtype, k_pages.dtype),
+        scratch_types=_scratch(shape, q.dtype, k_pages.dtype, optional),
         grid=(plan.pieces.shape[0],),
         grid_names=("piece",),
         num_threads=shape.warpgroups + 1,
@@ -112,23 +111,27 @@ def partial_attention(
     )(*operands.values())
 
 
-def _scratch(shape: Shape, dtype, page_dtype) -> dict:
+def _scratch(shape: Shape, dtype, page_dtype, optional) -> dict:
     """Shared memory and barriers; ring slots of compute warpgroup w are w * stages onward."""
     swizzle = tiles.swizzle_bytes((shape.head_dim, dtype), (shape.block, dtype))
+    ring_swizzle = swizzle if page_dtype == dtype else tiles.swizzle_bytes((tiles.part_width(shape.head_dim), page_dtype))
     slots = shape.warpgroups * shape.stages
-    loaded = plgpu.Barrier(num_arrivals=shape.copies, num_barriers=slots)
-    return {
+    scratch = {}
+    if page_dtype != dtype or "k_scale" in optional or "v_scale" in optional:
+        scratch["cast"] = tiles.shared((shape.warpgroups, shape.block, shape.head_dim), dtype, swizzle)
+    for name in ("k", "v"):
+        scale = f"{name}_scale" in optional
+        if scale:
+            scratch[f"{name}_scale_ring"] = plgpu.SMEM((slots, shape.block, shape.num_kv_heads), jnp.float32)
+        scratch[f"{name}_ring"] = tiles.shared((slots, shape.block, shape.head_dim), page_dtype, ring_swizzle)
+        scratch[f"{name}_loaded"] = plgpu.Barrier(num_arrivals=shape.copies * (2 if scale else 1), num_barriers=slots)
+        scratch[f"{name}_free"] = plgpu.Barrier(num_barriers=slots)
+    return scratch | {
         "q_tile": tiles.shared((2, ROWS, shape.head_dim), dtype, swizzle),
-        "k_ring": tiles.shared((slots, shape.block, shape.head_dim), page_dtype, swizzle),
-        "v_ring": tiles.shared((slots, shape.block, shape.head_dim), page_dtype, swizzle),
         "weights": tiles.shared((shape.warpgroups, ROWS, shape.block), dtype, swizzle),
         "o_tile": plgpu.SMEM((shape.warpgroups, ROWS, shape.columns), jnp.float32),
         "q_loaded": plgpu.Barrier(num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=2),
-        "k_loaded": loaded,
-        "v_loaded": loaded,
-        "k_free": plgpu.Barrier(num_barriers=slots),
-        "v_free": plgpu.Barrier(num_barriers=slots),
     }
 
 
@@ -192,10 +195,15 @@ def _fetch(refs, shape: Shape) -> None:
     def fetch_block(segment, block, pages, slot):
         rows = min(shape.page_size, shape.block)
         offset = lax.rem(segment.first + block * shape.block, jnp.int32(shape.page_size)) if rows < shape.page_size else 0
-        for pool, ring, loaded in ((refs.k_pages, refs.k_ring, refs.k_loaded), (refs.v_pages, refs.v_ring, refs.v_loaded)):
+        for name in ("k", "v"):
+            pool, ring, scale, loaded = (getattr(refs, name + part) for part in ("_pages", "_ring", "_scale", "_loaded"))
             for i, page in enumerate(pages):
-                source = pool.at[page, pl.ds(offset, rows), segment.head]
-                plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(i * rows, rows)], loaded.at[slot])
+                place = slot, pl.ds(i * rows, rows)
+                plgpu.copy_gmem_to_smem(pool.at[page, pl.ds(offset, rows), segment.head], ring.at[place], loaded.at[slot])
+                if scale is not None:
+                    # All heads' scales: one head's are too far apart for a TMA copy.
+                    target = getattr(refs, f"{name}_scale_ring").at[place]
+                    plgpu.copy_gmem_to_smem(scale.at[page, pl.ds(offset, rows)], target, loaded.at[slot])
 
     def visit(segment, carry):
         segments, done = carry
@@ -260,7 +268,7 @@ def _compute(refs, shape: Shape, warpgroup, interpret: bool) -> None:
         def _():
             buffer = lax.rem(segments, jnp.int32(2))
             plgpu.barrier_wait(refs.q_loaded.at[buffer])
-            slopes = refs.slopes[segment.head] if hasattr(refs, "slopes") else None
+            slopes = None if refs.slopes is None else refs.slopes[segment.head]
             m, l, o = jnp.full((ROWS,), MASKED), jnp.zeros((ROWS,)), jnp.zeros((ROWS, shape.head_dim))  # noqa: E741
 
             def step(i, state):
@@ -281,8 +289,9 @@ def _attend_block(refs, shape: Shape, segment: Segment, token, buffer, warpgroup
     """One KV block, from position ``token`` on, into the softmax state (m [64], l [64], o [64, D])."""
     m, l, o = state  # noqa: E741
     plgpu.barrier_wait(refs.k_loaded.at[slot])
-    products = tiles.matmul(None, refs.q_tile.at[buffer], refs.k_ring.at[slot], transpose_b=True, interpret=interpret)
-    plgpu.barrier_arrive(refs.k_free.at[slot])
+    k = _operand(refs, "k", segment.head, warpgroup, slot)
+    products = tiles.matmul(None, refs.q_tile.at[buffer], k, transpose_b=True, interpret=interpret)
+    _release(refs, "k", slot)
     position = token + lax.broadcasted_iota(jnp.int32, products.shape, 1)
     scores = tiles.modify_scores(products, scale, shape.soft_cap, slopes, position - (segment.length - 1))
     start = jnp.int32(0) if shape.sliding_window is None else segment.length - shape.sliding_window
@@ -290,19 +299,34 @@ def _attend_block(refs, shape: Shape, segment: Segment, token, buffer, warpgroup
     if shape.sliding_window is not None:
         mask &= position >= start
     m, l, weights, keep = tiles.softmax_step(m, l, jnp.where(mask, scores, MASKED))  # noqa: E741
+    plgpu.barrier_wait(refs.v_loaded.at[slot])
     mine = refs.weights.at[warpgroup]
     mine[...] = weights.astype(mine.dtype)
     plgpu.commit_smem()
-    v = refs.v_ring.at[slot]
-    plgpu.barrier_wait(refs.v_loaded.at[slot])
+    v = _operand(refs, "v", segment.head, warpgroup, slot)
 
     @pl.when((token + shape.block > segment.length) | (token < start))
     def _():
         tiles.zero_rows_outside(v, start - token, segment.length - token)
 
     o = tiles.matmul(o * tiles.rows_of(keep, o.shape), mine, v, transpose_b=False, interpret=interpret)
-    plgpu.barrier_arrive(refs.v_free.at[slot])
+    _release(refs, "v", slot)
     return m, l, o
+
+
+def _operand(refs, name: str, head, warpgroup, slot):
+    """A loaded block as wgmma can take it: itself, or its 16-bit copy, multiplied by the slots' scales."""
+    block = getattr(refs, f"{name}_ring").at[slot]
+    if not hasattr(refs, "cast"):
+        return block
+    scale = None if getattr(refs, f"{name}_scale") is None else tiles.column(getattr(refs, f"{name}_scale_ring").at[slot], head)
+    tiles.cast(block, scale, refs.cast.at[warpgroup])
+    return refs.cast.at[warpgroup]
+
+
+def _release(refs, name: str, slot) -> None:
+    """Give a ring slot back."""
+    plgpu.barrier_arrive(getattr(refs, f"{name}_free").at[slot])
 
 
 def _store(refs, shape: Shape, slot, warpgroup, m, l, o) -> None:  # noqa: E741

@@ -52,6 +52,32 @@ def rows_of(column: Array, shape: tuple[int, int]) -> Array:
     return lax.broadcast_in_dim(column, shape, [0])
 
 
+def part_width(columns: int) -> int:
+    """Columns that pass through the registers at a time when a block is copied within shared memory."""
+    return 64 if columns % 64 == 0 else columns
+
+
+def column(table, index: Array) -> Array:
+    """Column ``index`` of a float32 table [64, N] in shared memory, N = 1 or a multiple of 8: Mosaic GPU has no strided load."""
+    value = plgpu.load(table, layout=plgpu.Layout.WGMMA)
+    chosen = lax.broadcasted_iota(jnp.int32, value.shape, 1) == index
+    return jnp.where(chosen, value, 0.0).sum(axis=1)
+
+
+def cast(source, factor: Array | None, target) -> None:
+    """Write the block ``source`` [64, D] of stored numbers, times ``factor`` [64] if given, into ``target``; both in shared memory."""
+    width = part_width(source.shape[1])
+    for column in range(0, source.shape[1], width):
+        part = pl.ds(column, width)
+        value = source[:, part]
+        if factor is not None or jnp.issubdtype(value.dtype, jnp.floating):
+            value = value.astype(jnp.float32)  # no direct conversion from float8 to bfloat16
+        if factor is not None:
+            value *= rows_of(factor, value.shape)
+        target[:, part] = value.astype(target.dtype)
+    plgpu.commit_smem()
+
+
 def modify_scores(products: Array, scale: Array, soft_cap: float | None, slopes: Array | None, distance: Array) -> Array:
     """q . k [M, N] -> scores in base 2; ``slopes`` [M] times ``distance`` [M, N] (key minus query position) is added."""
     scores = products * (scale * LOG2E)
@@ -73,7 +99,7 @@ def softmax_step(m: Array, l: Array, scores: Array) -> tuple[Array, Array, Array
 
 def zero_rows_outside(v, first: Array, end: Array) -> None:
     """Write 0 over rows of the block v [N, D] before ``first`` and from ``end`` on: they may hold NaN, and 0 * NaN is NaN."""
-    width = 64 if v.shape[1] % 64 == 0 else v.shape[1]  # a few registers at a time
+    width = part_width(v.shape[1])
     for column in range(0, v.shape[1], width):
         part = v.at[:, pl.ds(column, width)]
         value = part[...]
