@@ -20,7 +20,9 @@ def decode_shape(q_shape, q_dtype, pages_shape, pages_dtype, options: Options, f
     page_size, num_kv_heads = pages_shape[1:3]
     target = 64
     block = target if page_size >= target else page_size * max(1, target // page_size)
-    warpgroups, stages = (2, 2) if head_dim <= 128 else (1, 2)
+    casts = pages_dtype != q_dtype or jnp.ndim(options.k_scale) == 3 or jnp.ndim(options.v_scale) == 3
+    # Two compute warpgroups leave a thread 168 registers, one leaves 255: what does not fit the former would spill.
+    warpgroups, stages = (1, 2 if head_dim > 128 else 4) if head_dim > (96 if casts else 128) else (2, 2)
     columns = 64 if head_dim % 64 == 0 else head_dim
     if head_dim > 128:
         columns = 64
