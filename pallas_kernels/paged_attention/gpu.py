@@ -5,10 +5,8 @@ need. How a decode row is split follows the whole batch, so that every multiproc
 ``fixed_splits`` cuts each row by its own length instead, and then a row's result does not depend on its neighbours. Prefill tiles never do.
 """
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -127,11 +125,11 @@ def _decode(q: Array, pages, block_tables: Array, seq_lens: Array, options: Opti
         soft_cap=options.soft_cap,
     )
     pieces = NUM_SMS if params is None else 3  # the interpreter pays for each thread block
-    plan, first_slot, num_slots = plan_decode(seq_lens, shape, pieces)
-    longest = -(-block_tables.shape[1] * page_size // BLOCK)
-    most = -(-longest // FIXED_SPAN) if fixed_splits else min(pieces, longest)
+    longest, units = -(-block_tables.shape[1] * page_size // BLOCK), num_rows * num_kv_heads
+    # The merge reads this many slots of each pair (row, head), used or not, so it is kept in proportion to what a full batch uses.
+    most = -(-longest // FIXED_SPAN) if fixed_splits else min(pieces, longest, max(8, 4 * pieces // units))
+    plan, first_slot, num_slots = plan_decode(seq_lens, shape, pieces, most)
     q = jnp.pad(q.reshape(num_rows, num_kv_heads, group, head_dim), ((0, 0), (0, 0), (0, shape.padded_group - group), (0, 0)))
-    units = num_rows * num_kv_heads
     total = units * most if fixed_splits else units + pieces
     scale = jnp.asarray(factor, jnp.float32).reshape(1)
     o, lse = gpu_decode.partial_attention(q, *pages, block_tables, seq_lens, plan, scale, optional, shape, total, params)
@@ -141,14 +139,19 @@ def _decode(q: Array, pages, block_tables: Array, seq_lens: Array, options: Opti
     return o.astype(q.dtype), lse
 
 
-def plan_decode(seq_lens: Array, shape: gpu_decode.Shape, num_pieces: int) -> tuple[gpu_decode.Plan, Array, Array]:
-    """Cut the rows' work into equal pieces -> (plan, first slot [U], number of slots [U]) for the U = R * KVH pairs (row, head)."""
+def plan_decode(seq_lens: Array, shape: gpu_decode.Shape, num_pieces: int, most: int) -> tuple[gpu_decode.Plan, Array, Array]:
+    """Cut the rows' work into equal pieces -> (plan, first slot [U], number of slots [U]) for the U = R * KVH pairs (row, head).
+
+    A pair gets at most ``most`` slots (with fixed_span, one for each span): where one row is much longer than the rest, pieces are larger.
+    """
     heads = shape.num_kv_heads
     unit = 1 if shape.fixed_span is None else shape.fixed_span
     blocks = -(-(seq_lens - gpu_decode.first_token(seq_lens, shape)) // (shape.block * unit)) * unit
     row_blocks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(blocks, dtype=jnp.int32)])
     total = row_blocks[-1] * heads
     size = jnp.maximum(-(-total // (num_pieces * unit)), 1) * unit
+    if shape.fixed_span is None:
+        size = jnp.maximum(size, -(-blocks.max() // max(most - 1, 1)))  # a pair that spans k pieces may touch k + 1
     begin = jnp.minimum(jnp.arange(num_pieces, dtype=jnp.int32) * size, total)
     first_row = jnp.sum(row_blocks[1:, None] * heads <= begin, axis=0, dtype=jnp.int32)
     pieces = jnp.stack([begin, jnp.minimum(begin + size, total), first_row], axis=1)
