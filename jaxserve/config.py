@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "xla", "reference", "mosaic_gpu", "mosaic_tpu", "mosaic_tpu_lanes")  # the rest is pallas_kernels.BACKENDS
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -94,7 +95,7 @@ class LoadConfig(Checked):
 class CacheConfig(Checked):
     """The page pool."""
 
-    page_size: int = option(16, "tokens a page", least=8)
+    page_size: int | None = option(None, "tokens a page; default: what the attention backend likes, 16, on TPUs 128", least=8)
     num_pages: int | None = option(None, "pages in the pool; default: what the memory allows", least=1)
     kv_cache_memory: int | None = option(None, "bytes for the pool; default: 1 GiB on CPU, else by --memory-fraction", least=1)
     memory_fraction: float = option(0.9, "share of the accelerator's memory for weights, programs and pool together")
@@ -102,7 +103,7 @@ class CacheConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.page_size % 8:
+        if self.page_size is not None and self.page_size % 8:
             raise ValueError(f"page_size is {self.page_size}; give a multiple of 8")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction is {self.memory_fraction}; give a number above 0 and at most 1")
@@ -137,9 +138,7 @@ class EngineConfig(Checked):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
-    attention_backend: str = option(
-        "auto", "paged attention implementation; auto: the best for the device", choices=("auto", "xla", "reference")
-    )
+    attention_backend: str = option("auto", "paged attention implementation; auto: the best for the device", choices=ATTENTION_BACKENDS)
     layer_loop: str = option(
         "auto",
         "rolled: one loop over the layers, compiles 4 times faster; unrolled: what accelerators run faster",

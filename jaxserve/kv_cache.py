@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ class KVCache:
 
     k_pages: tuple[jax.Array, ...]  # in the attention backend's layout
     v_pages: tuple[jax.Array, ...]
+    backend: str = field(default="xla", metadata={"static": True})
 
     @property
     def stacked(self) -> bool:
@@ -37,7 +38,7 @@ class KVCache:
     @property
     def num_slots(self) -> int:
         """Tokens that the pages of one array hold."""
-        return self.num_pages * self.k_pages[0].shape[1]
+        return self.num_pages * pallas_kernels.page_sizes(self.k_pages[0].shape, self.backend)["page_size"]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype) -> int:
@@ -45,10 +46,14 @@ def page_bytes(config: ModelConfig, page_size: int, dtype) -> int:
     return 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim * np.dtype(jnp.dtype(dtype)).itemsize
 
 
+def pool_spec(backend: str) -> PartitionSpec:
+    """How a layer's pool lies on the mesh: KV heads are split over the tensor axis."""
+    return PartitionSpec(*("tensor" if axis == "kv_heads" else None for axis in pallas_kernels.pool_axes(backend)))
+
+
 def abstract_kv_cache(config: ModelConfig, num_pages: int, page_size: int, dtype, mesh: Mesh, backend: str, stacked: bool) -> KVCache:
-    """The pool's shapes and shardings, num_pages a layer: KV heads are split over the tensor axis."""
+    """The pool's shapes and shardings, num_pages a layer."""
     num_arrays, layers_each = (1, config.num_layers) if stacked else (config.num_layers, 1)
     shape = pallas_kernels.pool_shape(num_pages * layers_each, page_size, config.num_kv_heads, config.head_dim, backend)
-    spec = PartitionSpec(*("tensor" if axis == "kv_heads" else None for axis in pallas_kernels.pool_axes(backend)))
-    pages: tuple[Any, ...] = (jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)),) * num_arrays
-    return KVCache(pages, pages)
+    pages: tuple[Any, ...] = (jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, pool_spec(backend))),) * num_arrays
+    return KVCache(pages, pages, backend)

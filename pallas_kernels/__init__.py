@@ -4,8 +4,21 @@ Each operation is a folder with the same shape: ``api.py`` (the contract and the
 plain) and one file per backend.
 """
 
+from pallas_kernels.dispatch import choose_backend
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.merge_states import merge_states
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.pool import pool_axes, pool_shape
+from pallas_kernels.pool import BACKENDS, default_page_size, page_sizes, pool_axes, pool_shape, scale_shape
 
-__all__ = ["kv_write", "paged_attention", "pool_axes", "pool_shape"]
+__all__ = [
+    "BACKENDS",
+    "choose_backend",
+    "default_page_size",
+    "kv_write",
+    "merge_states",
+    "page_sizes",
+    "paged_attention",
+    "pool_axes",
+    "pool_shape",
+    "scale_shape",
+]

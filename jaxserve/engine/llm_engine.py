@@ -50,13 +50,16 @@ class LLMEngine:
         self.start_time_s = time.monotonic()
         loaded = load(config, model, model_config, tokenizer, progress)
         self.model_config, self.generation_defaults = loaded.model_config, loaded.generation_defaults
-        self.config = resolve(config, loaded.model_config)
-        self.runner = ModelRunner(self.config, loaded.module, self.model_config, loaded.mesh, loaded.dtype, loaded.kv_dtype, loaded.backend)
+        self.config = resolve(config, loaded.model_config, loaded.path)
+        self.runner = ModelRunner(self.config, loaded.module, self.model_config, loaded.mesh, loaded.dtype, loaded.kv_dtype, loaded.path)
         self.ledger = plan_pool(self.config, self.model_config, self.runner)
         cost = self.runner.compile(self.ledger.num_pages, progress)
         self.tokenizer = loaded.tokenizer.result()
-        self.ledger = replace(self.ledger, scratch_bytes=cost.temp_bytes, compile_seconds=cost.seconds, num_programs=cost.num_programs)
-        self.page_manager = PageManager(self.ledger.num_pages, self.config.cache.page_size)
+        attention = f"{loaded.path.backend}: {loaded.path_reason}"
+        self.ledger = replace(
+            self.ledger, attention=attention, scratch_bytes=cost.temp_bytes, compile_seconds=cost.seconds, num_programs=cost.num_programs
+        )
+        self.page_manager = PageManager(self.ledger.num_pages, self.ledger.page_size)
         self.scheduler = Scheduler(self.config.scheduler, self.page_manager)
         self.stats = EngineStats()
         self._in_flight: InFlightStep | None = None

@@ -20,6 +20,7 @@ from jaxserve.engine import programs
 from jaxserve.engine.input_batch import Bucket, InputLayout, SamplingLayout, sampling_variant, successors
 from jaxserve.engine.scheduler import SchedulerOutput
 from jaxserve.kv_cache import KVCache, abstract_kv_cache
+from jaxserve.layers.attention import AttentionPath
 from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.sampler import VARIANTS
 from jaxserve.sampling_params import MAX_LOGPROBS
@@ -64,21 +65,29 @@ class ModelRunner:
     """Owns the weights, the pool and the programs of one model on one mesh."""
 
     def __init__(
-        self, config: EngineConfig, model: LlamaForCausalLM, model_config: ModelConfig, mesh: Mesh, dtype: Any, kv_dtype: Any, backend: str
+        self,
+        config: EngineConfig,
+        model: LlamaForCausalLM,
+        model_config: ModelConfig,
+        mesh: Mesh,
+        dtype: Any,
+        kv_dtype: Any,
+        path: AttentionPath,
     ):
-        self.config, self.model_config, self.mesh, self.backend = config, model_config, mesh, backend
+        """A `model` without values (abstract parameters) gives `forward_jobs` to compile, even for a mesh that does not exist."""
+        self.config, self.model_config, self.mesh, self.path = config, model_config, mesh, path
         platform = mesh.devices.flat[0].platform
         self.rolled = platform == "cpu" if config.layer_loop == "auto" else config.layer_loop == "rolled"
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.graphdef, state = nnx.split(model)
-        placed = [jax.device_put(value.get_value(), param_sharding(mesh, value)) for _, value in nnx.to_flat_state(state)]
+        placed = [_place(value.get_value(), param_sharding(mesh, value)) for _, value in nnx.to_flat_state(state)]
         self.treedef = jax.tree.structure(state)
         self.weights: tuple[jax.Array, ...] = tuple(placed)
         self.dtype, self.kv_dtype = dtype, kv_dtype
         self.buckets = make_buckets(config)
         self.max_num_seqs = max(bucket.num_rows for bucket in self.buckets)
-        page_size, vocab_size = config.cache.page_size, model_config.vocab_size
-        width = -(-cast(int, config.scheduler.max_model_len) // page_size)  # resolve() has replaced None
+        page_size, vocab_size = cast(int, config.cache.page_size), model_config.vocab_size  # resolve() has replaced None
+        width = -(-cast(int, config.scheduler.max_model_len) // page_size)
         self.layouts = {bucket: InputLayout(bucket, width, page_size) for bucket in self.buckets}
         self.sampling_layouts = {
             variant: [SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.max_num_seqs, 2 if variant == "greedy" else 4)]
@@ -93,10 +102,8 @@ class ModelRunner:
     def compile(self, num_pages: int, progress: bool = False) -> CompileStats:
         """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more. Returns what it cost."""
         start = time.perf_counter()
-        pool = abstract_kv_cache(
-            self.model_config, num_pages, self.config.cache.page_size, self.kv_dtype, self.mesh, self.backend, self.rolled
-        )
-        jobs = self._jobs(pool)
+        pool = self.abstract_pool(num_pages)
+        jobs = [*self.forward_jobs(pool), *self._other_jobs()]
         bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
         with ThreadPoolExecutor(max_workers=2) as threads:
             for key, program, seconds in threads.map(_compile, jobs):
@@ -115,19 +122,29 @@ class ModelRunner:
         self.stats.seconds = time.perf_counter() - start
         return self.stats
 
-    def _jobs(self, pool: KVCache) -> list[tuple]:
-        """(key, function, donated arguments, abstract arguments, output shardings) of every program, the slowest to compile first."""
-        weights = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights)
+    def abstract_pool(self, num_pages: int) -> KVCache:
+        """Shapes and shardings of a pool of num_pages a layer, in the attention backend's layout."""
+        size = cast(int, self.config.cache.page_size)
+        return abstract_kv_cache(self.model_config, num_pages, size, self.kv_dtype, self.mesh, self.path.backend, self.rolled)
+
+    def forward_jobs(self, pool: KVCache) -> list[tuple]:
+        """(key, function, donated arguments, abstract arguments, output shardings) of every forward program."""
+        weights, max_tokens = self._abstract_weights(), self.buckets[-1].num_tokens
         prev_ids = self._abstract((self.max_num_seqs,), jnp.int32)
-        count = self._abstract((1,), jnp.int32)
-        model, max_tokens = (self.graphdef, self.treedef), self.buckets[-1].num_tokens
         jobs = []
         for bucket, layout in self.layouts.items():
-            forward = programs.forward_program(*model, layout, self.backend, self.max_num_seqs, max_tokens)
+            forward = programs.forward_program(self.graphdef, self.treedef, layout, self.path, self.max_num_seqs, max_tokens)
             outputs = (self.replicated, None if bucket.decode_only else self.replicated, jax.tree.map(lambda a: a.sharding, pool))
             buffer = self._abstract((layout.size,), jnp.int32)
             jobs.append((("forward", bucket), forward, (1,), (weights, pool, prev_ids, buffer), outputs))
-        last = self._hidden(self.max_num_seqs)
+        return jobs
+
+    def _other_jobs(self) -> list[tuple]:
+        """As forward_jobs, of the sampling and scoring programs, which compile faster."""
+        weights, last = self._abstract_weights(), self._hidden(self.max_num_seqs)
+        prev_ids, count = self._abstract((self.max_num_seqs,), jnp.int32), self._abstract((1,), jnp.int32)
+        model, max_tokens = (self.graphdef, self.treedef), self.buckets[-1].num_tokens
+        jobs = []
         for variant, layouts in self.sampling_layouts.items():
             for layout in layouts:
                 sample = programs.sample_program(*model, variant, layout)
@@ -138,6 +155,9 @@ class ModelRunner:
         targets = self._abstract((max_tokens,), jnp.int32)
         jobs.append((("score", "prompt"), score, (), (weights, self._hidden(max_tokens), targets, count), self.replicated))
         return jobs
+
+    def _abstract_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in self.weights)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
@@ -178,6 +198,12 @@ class ModelRunner:
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self.replicated)
+
+
+def _place(value: Any, sharding: NamedSharding) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    return jax.device_put(value, sharding)
 
 
 def _compile(job: tuple) -> tuple[tuple, jax.stages.Compiled, float]:

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxserve import sampler
 from jaxserve.engine.input_batch import Fields, InputLayout, SamplingLayout
 from jaxserve.kv_cache import KVCache
-from jaxserve.layers.attention import AttentionMetadata
+from jaxserve.layers.attention import AttentionMetadata, AttentionPath
 
 SCORE_ROWS = 32  # tokens whose logits the score program holds at once
 
@@ -30,7 +30,7 @@ def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
 
 
-def forward_program(graphdef: Any, treedef: Any, layout: InputLayout, backend: str, num_rows: int, num_tokens: int) -> Callable:
+def forward_program(graphdef: Any, treedef: Any, layout: InputLayout, path: AttentionPath, num_rows: int, num_tokens: int) -> Callable:
     """(weights, pool, prev_ids i32[max_num_seqs], buffer) -> (last hidden [num_rows, hidden], hidden [num_tokens, hidden], pool).
 
     A decode program's tokens are its rows, so it gives no second array.
@@ -43,7 +43,7 @@ def forward_program(graphdef: Any, treedef: Any, layout: InputLayout, backend: s
         prev_rows = fields["prev_rows"]
         token_ids = jnp.where(prev_rows >= 0, prev_ids[jnp.maximum(prev_rows, 0)], fields["token_ids"])
         names = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "distribution")
-        metadata = AttentionMetadata(**{name: fields[name] for name in names}, decode_only=decode_only, backend=backend)
+        metadata = AttentionMetadata(**{name: fields[name] for name in names}, decode_only=decode_only, path=path)
         hidden, pool = model(token_ids, fields["positions"], fields["rope_lens"], pool, metadata)
         if decode_only:
             return _pad_rows(hidden, num_rows), None, pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.kv_cache import page_bytes
+from jaxserve.layers.attention import AttentionPath, attention_path
 from jaxserve.layers.linear import Linear
 from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.sharding import check_divisible, make_mesh
@@ -32,7 +33,8 @@ class Loaded:
     mesh: Mesh
     dtype: Any
     kv_dtype: Any
-    backend: str
+    path: AttentionPath
+    path_reason: str
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Ledger:
     num_pages: int
     page_size: int
     device_bytes: int | None = None
+    attention: str = ""  # the backend and why
     scratch_bytes: int = 0  # the largest program's temporaries
     compile_seconds: float = 0.0
     num_programs: int = 0
@@ -61,6 +64,7 @@ class Ledger:
             f"weights   {self.weights_bytes / gib:8.3f} GiB",
             f"KV pool   {self.pool_bytes / gib:8.3f} GiB  {self.num_pages} pages of {self.page_size} tokens, {tokens} tokens",
             f"scratch   {self.scratch_bytes / gib:8.3f} GiB",
+            f"attention {self.attention}",
             f"programs  {self.num_programs:8d}      compiled in {self.compile_seconds:.1f} s",
             f"ready in  {self.startup_seconds:8.1f} s",
         ]
@@ -86,12 +90,11 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else jnp.dtype(config.cache.kv_cache_dtype)
     if platform == "cpu":
         model = with_own_head(model)
-    backend = "xla" if config.attention_backend == "auto" else config.attention_backend
+    dtype = model.embedding.table[...].dtype
+    path, reason = attention_path(config.attention_backend, model_config, mesh, dtype, kv_dtype, config.cache.page_size)
     if config.load.generation_config == "none":
         defaults = {}
-    return Loaded(
-        model, model_config, _in_background(tokenizer, source), defaults, mesh, model.embedding.table[...].dtype, kv_dtype, backend
-    )
+    return Loaded(model, model_config, _in_background(tokenizer, source), defaults, mesh, dtype, kv_dtype, path, reason)
 
 
 def _in_background(tokenizer: Any, source: str | None) -> Future[Any]:
@@ -135,7 +138,7 @@ def with_own_head(module: LlamaForCausalLM) -> LlamaForCausalLM:
     return module
 
 
-def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+def resolve(config: EngineConfig, model: ModelConfig, path: AttentionPath) -> EngineConfig:
     """Every None and "auto" replaced by its number; ValueError where limits contradict each other."""
     limits = config.scheduler
     longest = limits.max_model_len or model.max_position_embeddings
@@ -143,13 +146,14 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise ValueError(f"max_model_len is {longest}, but the model's positions end at {model.max_position_embeddings}; give at most that")
     batched = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     limits = replace(limits, max_model_len=longest, max_num_batched_tokens=batched)
-    return replace(config, scheduler=limits)
+    cache = replace(config.cache, page_size=config.cache.page_size or path.page_size)
+    return replace(config, scheduler=limits, cache=cache)
 
 
 def plan_pool(config: EngineConfig, model: ModelConfig, runner: Any) -> Ledger:
     """How many pages fit: as told, or what the device's memory leaves; ValueError when not even one request's page does."""
-    cache = config.cache
-    size = page_bytes(model, cache.page_size, runner.kv_dtype)
+    cache, page_size = config.cache, cast(int, config.cache.page_size)  # resolve() has replaced None
+    size = page_bytes(model, page_size, runner.kv_dtype)
     weights = sum(w.nbytes for w in runner.weights)
     device = runner.mesh.devices.flat[0]
     device_bytes = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
@@ -164,4 +168,4 @@ def plan_pool(config: EngineConfig, model: ModelConfig, runner: Any) -> Ledger:
         num_pages = int((device_bytes * cache.memory_fraction - weights / shards) * shards // size)
     if num_pages < 2:
         raise ValueError(f"the KV pool would hold {num_pages} page(s) of {size} bytes; raise num_pages, kv_cache_memory or memory_fraction")
-    return Ledger(weights, size, int(num_pages), cache.page_size, device_bytes)
+    return Ledger(weights, size, int(num_pages), page_size, device_bytes)

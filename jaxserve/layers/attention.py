@@ -8,12 +8,51 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
 from jaxserve.config import ModelConfig
+from jaxserve.kv_cache import pool_spec
 from jaxserve.layers.linear import Linear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import apply_rope
+
+KERNEL_PLATFORMS = {"mosaic_gpu": ("gpu", "cuda"), "mosaic_tpu": ("tpu",), "mosaic_tpu_lanes": ("tpu",)}
+
+
+@dataclass(frozen=True)
+class AttentionPath:
+    """How attention runs: a backend of pallas_kernels, whether its kernels are interpreted, and the mesh whose shards each run them."""
+
+    backend: str = "xla"
+    interpret: bool = False
+    mesh: Mesh | None = None  # None: one device
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page that suit the backend."""
+        return pallas_kernels.default_page_size(self.backend)
+
+
+def attention_path(wanted: str, model: ModelConfig, mesh: Mesh, dtype, kv_dtype, page_size: int | None) -> tuple[AttentionPath, str]:
+    """The path for a wanted backend, or for the device's best ("auto"), and why in one line.
+
+    A kernel for another platform runs in its interpreter on a CPU, to be tested there; on other devices it raises ValueError.
+    """
+    device, shards = mesh.devices.flat[0], mesh.shape["tensor"]
+    reason = "as configured"
+    if wanted == "auto":
+        heads = {"num_heads": model.num_heads // shards, "num_kv_heads": model.num_kv_heads // shards, "head_dim": model.head_dim}
+        wanted, reason = pallas_kernels.choose_backend(
+            device.platform, device.device_kind, **heads, dtype=dtype, page_dtype=kv_dtype, page_size=page_size
+        )
+    platforms = KERNEL_PLATFORMS.get(wanted, (device.platform,))
+    interpret = device.platform == "cpu" and device.platform not in platforms
+    if not interpret and device.platform not in platforms:
+        raise ValueError(f"attention_backend is {wanted!r}, but the device is {device.device_kind} ({device.platform}); give 'auto'")
+    if interpret:
+        reason = f"{reason}; interpreted on the CPU, which is slow and only good for tests"
+    return AttentionPath(wanted, interpret, mesh if shards > 1 else None), reason
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +66,7 @@ class AttentionMetadata:
     slot_mapping: jax.Array  # i32[T] page * page_size + offset of each token; -1: padding
     distribution: jax.Array  # i32[2] (decode rows, rows): decode rows come first and have one token each
     decode_only: bool = field(default=False, metadata={"static": True})
-    backend: str = field(default="xla", metadata={"static": True})
+    path: AttentionPath = field(default=AttentionPath(), metadata={"static": True})
 
 
 class Attention(nnx.Module):
@@ -51,20 +90,41 @@ class Attention(nnx.Module):
             qk = jnp.concatenate([self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])], axis=2)
         qk = apply_rope(qk, cos, sin)
         q, k = qk[:, :, :-1].reshape(tokens, -1, self.head_dim), qk[:, :, -1]
-        k_pages, v_pages = pallas_kernels.kv_write(
-            k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), metadata.slot_mapping
-        )
-        out = pallas_kernels.paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.distribution,
-            sm_scale=self.head_dim**-0.5,
-            decode_only=metadata.decode_only,
-            backend=metadata.backend,
-        )
-        out = cast(jax.Array, out)  # a pair only with return_lse
+        out, k_pages, v_pages = write_and_attend(q, k, v, k_pages, v_pages, metadata)
         return self.o(out.reshape(tokens, -1).astype(x.dtype)), k_pages, v_pages
+
+
+def write_and_attend(q, k, v, k_pages, v_pages, metadata: AttentionMetadata) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [T, H, D], k and v [T, KVH, D] -> (out [T, H, D], k_pages, v_pages with the new keys and values in their slots)."""
+    mesh = metadata.path.mesh
+    if mesh is None:
+        return _write_and_attend(q, k, v, k_pages, v_pages, metadata)
+    # Heads are independent, so each device runs its own. XLA cannot partition a kernel, and left alone with its own operations it
+    # copies the pools.
+    heads = PartitionSpec(None, "tensor", None)
+    pages = pool_spec(metadata.path.backend)
+    specs = (heads, heads, heads, pages, pages, PartitionSpec())
+    return jax.shard_map(_write_and_attend, mesh=mesh, in_specs=specs, out_specs=(heads, pages, pages), check_vma=False)(
+        q, k, v, k_pages, v_pages, metadata
+    )
+
+
+def _write_and_attend(q, k, v, k_pages, v_pages, metadata: AttentionMetadata) -> tuple[jax.Array, jax.Array, jax.Array]:
+    path = metadata.path
+    how = {"backend": path.backend, "interpret": path.interpret}
+    k_pages, v_pages = pallas_kernels.kv_write(
+        k_pages, v_pages, k.astype(k_pages.dtype), v.astype(v_pages.dtype), metadata.slot_mapping, **how
+    )
+    out = pallas_kernels.paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        metadata.block_tables,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        metadata.distribution,
+        sm_scale=q.shape[-1] ** -0.5,
+        decode_only=metadata.decode_only,
+        **how,
+    )
+    return cast(jax.Array, out), k_pages, v_pages  # a pair only with return_lse

@@ -54,7 +54,7 @@ def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, cos, sin, pool: KVCac
         x, k_pages, v_pages = _run_block(block, x, cos, sin, k_pages, v_pages, metadata)
         k_pool.append(k_pages)
         v_pool.append(v_pages)
-    return x, KVCache(tuple(k_pool), tuple(v_pool))
+    return x, replace(pool, k_pages=tuple(k_pool), v_pages=tuple(v_pool))
 
 
 def _rolled(blocks: Sequence[nnx.Module], x: jax.Array, cos, sin, pool: KVCache, metadata) -> tuple[jax.Array, KVCache]:
@@ -70,7 +70,7 @@ def _rolled(blocks: Sequence[nnx.Module], x: jax.Array, cos, sin, pool: KVCache,
         return block(carry[0], cos, sin, *carry[1:], own)
 
     x, k_pages, v_pages = jax.lax.fori_loop(0, len(blocks), body, (x, pool.k_pages[0], pool.v_pages[0]))
-    return x, KVCache((k_pages,), (v_pages,))
+    return x, replace(pool, k_pages=(k_pages,), v_pages=(v_pages,))
 
 
 def _stack_if_small(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...] | jax.Array:

@@ -1,199 +1,60 @@
-"""paged_attention: the reference against float64 dense attention, each backend against the reference."""
+"""paged_attention: the reference against float64 dense attention, the XLA path against the reference; refusals."""
 
-import dataclasses
-import functools
-from typing import ClassVar
+import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_suite import DECODE, MIXED, AttentionSuite, dense_float64
+from matrix import AXES, FEATURES, matrix, pairwise
 
-from pallas_kernels import paged_attention, pool_shape
+from pallas_kernels import BACKENDS, paged_attention, pool_shape
+from pallas_kernels.pool import from_token_major, to_token_major
 
-ATTEND = jax.jit(
-    paged_attention,
-    static_argnames=("sm_scale", "decode_only", "sliding_window", "soft_cap", "return_lse", "backend"),
-    compiler_options={"xla_backend_optimization_level": 0},
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One call: ``prefixes[r]`` cached tokens and ``num_queries[r]`` queries a row; rows of one query first."""
-
-    num_queries: tuple[int, ...]
-    prefixes: tuple[int, ...]
-    heads: int = 9
-    kv_heads: int = 3
-    head_dim: int = 64
-    page_size: int = 16
-    padding_rows: int = 1
-    padding_tokens: int = 3
-    dtype: str = "float32"
-    decode_only: bool = False
-
-    def build(self, seed=0):
-        """Return the call's arrays; every slot and token that is not in use holds NaN."""
-        rng = np.random.default_rng(seed)
-        lens = np.array([*(n + p for n, p in zip(self.num_queries, self.prefixes, strict=True)), *[0] * self.padding_rows], np.int32)
-        rows, pages_per_row = len(lens), -(-max(lens) // self.page_size) + 1
-        num_pages = rows * pages_per_row + 2
-        tables = rng.permutation(num_pages)[: rows * pages_per_row].reshape(rows, pages_per_row).astype(np.int32)
-        shape = pool_shape(num_pages, self.page_size, self.kv_heads, self.head_dim, "xla")
-        k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
-        for row, length in enumerate(lens):
-            for position in range(length):
-                place = tables[row, position // self.page_size], position % self.page_size
-                k_pages[place], v_pages[place] = rng.standard_normal((2, self.kv_heads, self.head_dim))
-        num_queries = np.array([*self.num_queries, *[0] * self.padding_rows])
-        starts = np.concatenate([[0], np.cumsum(num_queries)]).astype(np.int32)
-        num_tokens = rows if self.decode_only else starts[-1] + self.padding_tokens
-        q = np.full((num_tokens, self.heads, self.head_dim), np.nan, np.float32)
-        q[: starts[-1]] = rng.standard_normal((starts[-1], self.heads, self.head_dim))
-        num_decode = next((r for r, n in enumerate(self.num_queries) if n != 1), len(self.num_queries))
-        distribution = np.array([num_decode, len(self.num_queries)], np.int32)
-        floats = [jnp.asarray(x, self.dtype) for x in (q, k_pages, v_pages)]
-        return [*floats, *(jnp.asarray(x) for x in (tables, lens, starts, distribution))]
+XLA_FEATURES = [name for name, options in FEATURES.items() if options.get("scales") != "slots"]
 
 
-def dense_float64(arrays, sm_scale, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None, k_scale=1.0, v_scale=1.0):
-    """Dense attention, one query and head at a time, in numpy float64 -> (o, lse)."""
-    q, k_pages, v_pages = (np.asarray(x.astype(jnp.float32), np.float64) for x in arrays[:3])
-    tables, lens, starts, (_, num_rows) = (np.asarray(x) for x in arrays[3:])
-    o, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    for row in range(num_rows):
-        k, v = (x[tables[row]].reshape(-1, *x.shape[2:]) for x in (k_pages * k_scale, v_pages * v_scale))
-        for token in range(starts[row], starts[row + 1]):
-            position = lens[row] - (starts[row + 1] - token)
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            for head in range(q.shape[1]):
-                kv_head = head // (q.shape[1] // k.shape[1])
-                scores = k[first : position + 1, kv_head] @ q[token, head] * sm_scale
-                if soft_cap is not None:
-                    scores = soft_cap * np.tanh(scores / soft_cap)
-                if alibi_slopes is not None:
-                    scores = scores + float(alibi_slopes[head]) * (np.arange(first, position + 1) - position)
-                sink = -np.inf if sinks is None else float(sinks[head])
-                top = max(scores.max(), sink)
-                weights = np.exp(scores - top)
-                total = weights.sum() + np.exp(sink - top)
-                o[token, head] = weights @ v[first : position + 1, kv_head] / total
-                lse[token, head] = top + np.log(total)
-    return o, lse
-
-
-def around(page_size, longest):
-    """Lengths where paging goes wrong."""
-    return (1, page_size - 1, page_size, page_size + 1, longest)
-
-
-DECODE = [
-    Case((1,) * 5, tuple(n - 1 for n in around(s, longest)), h, kvh, d, s, decode_only=True)
-    for s, longest, h, kvh, d in [
-        (8, 300, 3, 3, 64),
-        (16, 300, 9, 3, 64),
-        (16, 257, 4, 1, 80),
-        (32, 300, 14, 2, 64),
-        (128, 300, 8, 1, 128),
-        (16, 130, 16, 8, 64),
-    ]
-] + [
-    Case((1,) * 20, tuple((37 * i) % 290 for i in range(20)), decode_only=True, padding_rows=4),
-    Case((1,), (140,), decode_only=True, padding_rows=1),
-]
-MIXED = [
-    Case((1, 1, 1, 5, 200, 64, 65, 1), (0, 16, 150, 0, 0, 64, 63, 40)),
-    Case((3, 15, 16, 17, 130), (0, 1, 16, 128, 200), 4, 1, 80, 16),
-    Case((1, 1, 70), (31, 32, 90), 14, 2, 64, 32, padding_rows=0),
-    Case((1, 2, 140), (5, 0, 140), 8, 1, 128, 128, padding_tokens=0),
-    Case((1, 1, 40, 9), (7, 8, 0, 7), 3, 3, 64, 8, padding_rows=9),
-    Case((1, 1, 1), (7, 70, 33), padding_rows=40),
-    Case((1, 66, 2), (7, 70, 33), 16, 8, 64),
-]
-CASES = DECODE + MIXED
-OPTIONS = {
-    "window": {"sliding_window": 20},
-    "long window": {"sliding_window": 140},
-    "soft cap": {"soft_cap": 1.5},
-    "alibi": {"alibi_slopes": np.linspace(0.02, 0.5, 9, dtype=np.float32)},
-    "sinks": {"sinks": np.linspace(-2, 4, 9, dtype=np.float32)},
-    "scales": {"k_scale": np.float32(0.5), "v_scale": np.float32(3.0)},
-}
-OPTIONS["all"] = functools.reduce(lambda a, b: b | a, OPTIONS.values())
-
-
-class TestReference:
-    """The inherited suite: a later backend sets ``backend`` and, where it must, ``atol``. The reference is held to float64."""
+class TestReference(AttentionSuite):
+    """The reference against float64."""
 
     backend = "reference"
-    atol: ClassVar = {"float32": 2e-5, "bfloat16": 2e-2}
-
-    def attend(self, arrays, **options):
-        return ATTEND(*arrays, sm_scale=0.125, return_lse=True, backend=self.backend, **options)
 
     def expected(self, arrays, decode_only, **options):
         return dense_float64(arrays, 0.125, **options)
 
-    def check(self, case, **options):
-        arrays = case.build()
-        o, lse = self.attend(arrays, decode_only=case.decode_only, **options)
-        want_o, want_lse = self.expected(arrays, case.decode_only, **options)
-        assert o.dtype == case.dtype and o.shape == arrays[0].shape and lse.dtype == np.float32
-        np.testing.assert_allclose(np.asarray(o.astype(jnp.float32)), want_o, atol=self.atol[case.dtype], rtol=0)
-        np.testing.assert_allclose(np.asarray(lse), want_lse, atol=self.atol[case.dtype], rtol=1e-5)
-
-    @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_shapes_and_lengths(self, case):
+    @pytest.mark.parametrize("case", matrix(), ids=lambda case: case.plain_name)
+    def test_matrix(self, case):
         self.check(case)
 
-    @pytest.mark.parametrize("case", [DECODE[1], DECODE[3], MIXED[0], MIXED[1]], ids=str)
-    def test_bfloat16(self, case):
-        self.check(dataclasses.replace(case, dtype="bfloat16"))
 
-    @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-    @pytest.mark.parametrize("case", [DECODE[6], MIXED[0]], ids=["decode", "mixed"])
-    def test_options(self, case, options):
-        self.check(case, **options)
-
-    def test_a_row_does_not_depend_on_its_neighbours(self):
-        arrays = MIXED[0].build()
-        together, _ = self.attend(arrays)
-        q, k_pages, v_pages, tables, lens, starts, _ = (np.asarray(x) for x in arrays)
-        for row in range(len(MIXED[0].num_queries)):
-            first, last = starts[row], starts[row + 1]
-            alone_q = np.full_like(q, np.nan)
-            alone_q[: last - first] = q[first:last]
-            alone_tables, alone_lens = np.roll(tables, -row, axis=0), np.zeros_like(lens)
-            alone_lens[0] = lens[row]
-            alone_starts = np.concatenate([[0], np.full(len(lens), last - first)]).astype(np.int32)
-            distribution = np.array([last - first == 1, 1], np.int32)
-            arguments = alone_q, k_pages, v_pages, alone_tables, alone_lens, alone_starts, distribution
-            alone, _ = self.attend([jnp.asarray(x) for x in arguments])
-            np.testing.assert_allclose(alone[: last - first], together[first:last], atol=1e-6, rtol=0)
-            assert not np.asarray(alone[last - first :]).any()
-
-    def test_rows_may_share_pages(self):
-        arrays = DECODE[6].build()
-        tables = arrays[3].at[1].set(arrays[3][7])
-        arrays = [arrays[0].at[1].set(arrays[0][7]), *arrays[1:3], tables, arrays[4].at[1].set(arrays[4][7]), *arrays[5:]]
-        o, _ = self.attend(arrays, decode_only=True)
-        np.testing.assert_allclose(o[1], o[7], atol=1e-6, rtol=0)
-
-
-class TestXla(TestReference):
+class TestXla(AttentionSuite):
     """The XLA path against the reference."""
 
     backend = "xla"
 
-    def expected(self, arrays, decode_only, **options):
-        o, lse = ATTEND(*arrays, sm_scale=0.125, return_lse=True, backend="reference", decode_only=decode_only, **options)
-        return np.asarray(o.astype(jnp.float32)), np.asarray(lse)
+    @pytest.mark.parametrize("case", matrix(feature=XLA_FEATURES), ids=lambda case: case.plain_name)
+    def test_matrix(self, case):
+        self.check(case)
 
     def test_decode_only_equals_mixed(self):
         arrays = DECODE[6].build()
         for got, want in zip(self.attend(arrays, decode_only=True), self.attend(arrays), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-6, rtol=0)
+
+
+def test_the_matrix_is_pairwise_and_the_same_each_time():
+    points = pairwise(AXES)
+    for a, b in itertools.combinations(AXES, 2):
+        assert {(point[a], point[b]) for point in points} == set(itertools.product(AXES[a], AXES[b]))
+    assert points == pairwise(AXES) and len(points) < 80
+
+
+def test_layouts_hold_the_same_tokens():
+    pages = jnp.arange(2 * 128 * 3 * 4).reshape(2, 128, 3, 4)
+    for backend in BACKENDS:
+        own = from_token_major(pages, backend)
+        assert own.shape == pool_shape(2, 128, 3, 4, backend)
+        np.testing.assert_array_equal(to_token_major(own, backend), pages)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +71,8 @@ class TestXla(TestReference):
         ("sliding_window", 0, "sliding_window=0"),
         ("soft_cap", -1.0, "soft_cap=-1.0"),
         ("sinks", np.zeros((3,), np.float32), "sinks.shape"),
-        ("k_scale", np.ones((4, 16, 3), np.float32), "k_scale.shape"),
+        ("k_scale", np.ones((4, 16, 2), np.float32), "k_scale.shape"),
+        ("v_scale", np.ones((4, 16, 3), np.float32), "k_scale and v_scale"),
         ("backend", "cuda", "backend='cuda'"),
     ],
 )

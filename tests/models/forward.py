@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig
 from jaxserve.kv_cache import abstract_kv_cache
-from jaxserve.layers.attention import AttentionMetadata
+from jaxserve.layers.attention import AttentionMetadata, AttentionPath
 from jaxserve.loader import LoadedModel, load_model
 from jaxserve.sharding import make_mesh
 
@@ -54,7 +54,7 @@ class Sequence:
             query_start_loc=jnp.array([0, count], jnp.int32),
             slot_mapping=jnp.asarray(slots),
             distribution=jnp.array([0, 1], jnp.int32),
-            backend=self.backend,
+            path=AttentionPath(self.backend),
         )
         graph, state = self.state
         logits, self.cache = _forward(graph, state, tokens, positions, lens, self.cache, metadata)
