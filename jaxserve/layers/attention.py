@@ -26,7 +26,7 @@ class AttentionPath:
 
     backend: str = "xla"
     interpret: bool = False
-    mesh: Mesh | None = None  # None: one device, or a backend that XLA itself can partition
+    mesh: Mesh | None = None  # None: one device
 
     @property
     def page_size(self) -> int:
@@ -52,7 +52,7 @@ def attention_path(wanted: str, model: ModelConfig, mesh: Mesh, dtype, kv_dtype,
         raise ValueError(f"attention_backend is {wanted!r}, but the device is {device.device_kind} ({device.platform}); give 'auto'")
     if interpret:
         reason = f"{reason}; interpreted on the CPU, which is slow and only good for tests"
-    return AttentionPath(wanted, interpret, mesh if shards > 1 and wanted in KERNEL_PLATFORMS else None), reason
+    return AttentionPath(wanted, interpret, mesh if shards > 1 else None), reason
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +99,8 @@ def write_and_attend(q, k, v, k_pages, v_pages, metadata: AttentionMetadata) -> 
     mesh = metadata.path.mesh
     if mesh is None:
         return _write_and_attend(q, k, v, k_pages, v_pages, metadata)
-    # XLA cannot partition a kernel; but heads are independent, so each device runs it over its own.
+    # Heads are independent, so each device runs its own. XLA cannot partition a kernel, and left alone with its own operations it
+    # copies the pools.
     heads = PartitionSpec(None, "tensor", None)
     pages = pool_spec(metadata.path.backend)
     specs = (heads, heads, heads, pages, pages, PartitionSpec())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxserve.config import ModelConfig
+
+_KEY_OR_VALUE = re.compile(r"self_attn\.[kv]_proj\.(weight|bias)$")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,24 @@ class Checkpoint:
     tensors: dict[str, SourceTensor]
     tokenizer_source: str  # what Tokenizer loads from: a directory or a .gguf file
     generation_config: dict[str, Any] = field(default_factory=dict)
+
+    def with_kv_heads(self, count: int) -> Checkpoint:
+        """The same model with each KV head repeated, until there are `count`; see jaxserve.sharding.with_kv_heads_for."""
+        heads, times = self.config.num_kv_heads, count // self.config.num_kv_heads
+        if times == 1:
+            return self
+        tensors = {name: _repeated(t, heads, times) if _KEY_OR_VALUE.search(name) else t for name, t in self.tensors.items()}
+        return replace(self, config=replace(self.config, num_kv_heads=count), tensors=tensors)
+
+
+def _repeated(tensor: SourceTensor, heads: int, times: int) -> SourceTensor:
+    """A key's or value's projection, or its bias, with the rows of each head `times` times."""
+    rows, *rest = tensor.shape
+
+    def read() -> np.ndarray:
+        return np.repeat(tensor.read().reshape(heads, rows // heads, *rest), times, axis=0).reshape(rows * times, *rest)
+
+    return SourceTensor((rows * times, *rest), tensor.dtype, read)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:

@@ -1,0 +1,164 @@
+"""Chips that programs can be compiled for on a machine that has none of them.
+
+A GPU target needs the ``jax[cuda13]`` plugin, a TPU target ``libtpu``; neither needs a driver or a device. What compiles fits the chip's
+registers and on-chip memory; nothing is executed. Set ``JAX_PLATFORMS=cpu`` and, for GPUs, ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`` (the plugin's
+version check asks for a driver) before jax is imported.
+"""
+
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+# Names that libtpu understands, of the smallest slice that exists.
+TPU_TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+# Most shared memory that one block of threads of a Hopper GPU may use.
+HOPPER_SHARED_MEMORY_BYTES = 232_448
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """An NVIDIA GPU, as far as XLA's compiler needs to know it."""
+
+    name: str
+    num_sms: int
+    shared_memory_per_sm_bytes: int
+    shared_memory_per_block_bytes: int
+    l2_bytes: int
+    bytes_per_second: int
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+    clock_ghz: float
+
+    @property
+    def config(self) -> str:
+        """The text form of XLA's GpuTargetConfigProto."""
+        major, minor = self.compute_capability
+        # Hopper's own instructions (wgmma, TMA) exist in the architecture-specific target only, sm_90a.
+        features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {self.shared_memory_per_sm_bytes}
+  shared_memory_per_block_optin: {self.shared_memory_per_block_bytes}
+  threads_per_core_limit: 2048
+  core_count: {self.num_sms}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  memory_bandwidth: {self.bytes_per_second}
+  l2_cache_size: {self.l2_bytes}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory_bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  name: "{self.name}"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{self.name}"
+"""
+
+
+GPU_TARGETS = {
+    "a100": GpuTarget("NVIDIA A100-SXM4-80GB", 108, 167_936, 166_912, 41_943_040, 2_039_040_000_000, 85_100_068_864, (8, 0), 1.41),
+    "h100": GpuTarget(
+        "NVIDIA H100 80GB HBM3", 132, 233_472, HOPPER_SHARED_MEMORY_BYTES, 52_428_800, 3_352_320_000_000, 84_942_979_072, (9, 0), 1.98
+    ),
+    "h200": GpuTarget("NVIDIA H200", 132, 233_472, HOPPER_SHARED_MEMORY_BYTES, 52_428_800, 4_800_000_000_000, 151_397_597_184, (9, 0), 1.98),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuResources:
+    """What the compiler says of a program's Mosaic GPU kernels."""
+
+    registers: dict[str, int]  # of a thread, by the kernel's name
+    spill_bytes: int  # stores and loads, all kernels together
+    shared_memory_bytes: int  # of a block of threads, the largest kernel
+
+
+def topology(target: str) -> topologies.TopologyDescription:
+    """Return the devices of ``target``, a key of GPU_TARGETS or TPU_TOPOLOGIES.
+
+    Raises ValueError for an unknown name and RuntimeError where the compiler of that platform is not installed.
+    """
+    if target in TPU_TOPOLOGIES:
+        return topologies.get_topology_desc(platform="tpu", topology_name=TPU_TOPOLOGIES[target])
+    if target not in GPU_TARGETS:
+        raise ValueError(f"target={target!r}: expected one of {(*GPU_TARGETS, *TPU_TOPOLOGIES)}")
+    return topologies.get_topology_desc(
+        topology_name="", platform="cuda", topology="1x1x1", target_config=GPU_TARGETS[target].config
+    )
+
+
+def hopper_mesh(target: str = "h100") -> AbstractMesh:
+    """An abstract mesh of one Hopper GPU: tracing or interpreting a kernel inside ``jax.sharding.use_abstract_mesh`` sees that chip."""
+    device = AbstractDevice(device_kind=GPU_TARGETS[target].name, platform="gpu", num_cores=GPU_TARGETS[target].num_sms)
+    return AbstractMesh((), (), abstract_device=device)
+
+
+def compile_for_gpu(function: Callable, arguments: tuple, target: str) -> tuple[jax.stages.Compiled, GpuResources]:
+    """Compile ``function(*arguments)`` for one GPU; arguments is a pytree of arrays or ShapeDtypeStructs.
+
+    Returns the compiled program and what its Mosaic GPU kernels use. Raises what the compiler raises: a kernel that wants more shared memory
+    than there is does not compile.
+    """
+    sharding = SingleDeviceSharding(topology(target).devices[0])
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    with _captured_compiler_output() as output, use_abstract_mesh(hopper_mesh(target)):
+        compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+    output.seek(0)
+    return compiled, parse_resources(output.read())
+
+
+def parse_resources(text: str) -> GpuResources:
+    """Read the reports of ptxas and of Mosaic, as printed under MOSAIC_GPU_DUMP_PTXAS and MOSAIC_GPU_DUMP_RESOURCES."""
+    kernels = re.findall(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", text, re.DOTALL)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
+    shared = re.findall(r"smem_scratch_bytes=(\d+)", text)
+    if not kernels or not spills or not shared:
+        raise RuntimeError(f"no Mosaic GPU kernel was compiled, or its report has another form than expected: {text[:500]!r}")
+    return GpuResources({name: int(registers) for name, registers in kernels}, sum(map(int, spills)), max(map(int, shared)))
+
+
+@contextmanager
+def _captured_compiler_output() -> Iterator:
+    """Collect what ptxas reports; Mosaic prints it from C++, so file descriptors are redirected, not sys.stdout."""
+    names = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
+    before = {name: os.environ.get(name) for name in names}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read by the caller after the redirection has ended
+    try:
+        os.environ.update({name: "1" for name in names})
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        yield output
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

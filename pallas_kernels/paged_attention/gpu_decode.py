@@ -1,0 +1,344 @@
+"""Hopper decode kernel: partial attention of rows with one query, the work split evenly over a fixed number of thread blocks.
+
+A thread block has one warpgroup that fetches pages and one or two that compute. The batch's work is a line of KV blocks, row by row and within a
+row head by head; each thread block takes an equal piece of that line and walks it segment by segment, a segment being what lies of one
+(row, head) in its piece. Blocks go to the compute warpgroups in turn, each through a ring of its own, so that the stream of fetches never
+stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges them.
+
+Sources: FlashDecoding (Dao et al., 2023); stream-K, arXiv:2301.03598; warp specialisation as in FlashAttention-3, arXiv:2407.08608.
+"""
+
+import dataclasses
+import types
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import gpu_tiles as tiles
+from pallas_kernels.paged_attention.gpu_tiles import LOG2E, MASKED, ROWS
+
+
+class Plan(NamedTuple):
+    """Who computes what; see `gpu.plan_decode`."""
+
+    row_blocks: Array  # int32 [R + 1] KV blocks of the rows before, for one head
+    pieces: Array  # int32 [C, 3] of each thread block: first and last (exclusive) position on the line, row of the first
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static sizes of one decode call."""
+
+    group: int  # query heads to a KV head
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    block: int  # tokens of a KV block
+    warpgroups: int  # that compute; the one after them fetches
+    stages: int  # ring slots of a compute warpgroup
+    columns: int  # of the output that are staged at a time
+    fixed_span: int | None  # blocks of a segment, cut by the row's own length; None cuts where a thread block's piece ends
+    sliding_window: int | None
+    soft_cap: float | None
+
+    @property
+    def padded_group(self) -> int:
+        """Rows of a query tile that are fetched: whole tiles of eight."""
+        return -(-self.group // 8) * 8
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a KV block, one a page."""
+        return max(self.block // self.page_size, 1)
+
+
+def partial_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    plan: Plan,
+    scale: Array,
+    optional: dict[str, Array],
+    shape: Shape,
+    num_slots: int,
+    interpret,
+) -> tuple[Array, Array]:
+    """Attention of each segment of the plan.
+
+    Args:
+        q: [R, KVH, padded group, D]; rows of the padding may hold anything.
+        k_pages, v_pages: [P, page_size, KVH, D].
+        block_tables, seq_lens: int32 [R, MP], [R].
+        scale: float32 [1], factor on q . k.
+        optional: any of slopes, float32 [KVH, 64], and k_scale and v_scale, float32 [P, page_size, KVH], a factor on each stored key or value.
+        num_slots: slots of the result.
+        interpret: None, or the interpreter's parameters.
+
+    Returns (o float32 [num_slots, W, group, D], lse float32 [num_slots, W, 64] in base 2), one entry for each of the W compute
+    warpgroups; lse is MASKED, and
+    o anything, where the warpgroup had no block. Slots that no segment has are not written.
+    """
+    operands = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_tables": block_tables, "seq_lens": seq_lens}
+    operands |= {"row_blocks": plan.row_blocks, "pieces": plan.pieces, "scale": scale, **optional}
+
+    def body(*arrays, **scratch):
+        refs = types.SimpleNamespace(slopes=None, k_scale=None, v_scale=None, **scratch)
+        vars(refs).update(zip((*operands, "o", "lse"), arrays, strict=True))
+        role = lax.axis_index("warpgroup")
+        pl.when(role < shape.warpgroups)(lambda: _compute(refs, shape, role, interpret is not None))
+        pl.when(role == shape.warpgroups)(lambda: _fetch(refs, shape))
+
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((num_slots, shape.warpgroups, shape.group, shape.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_slots, shape.warpgroups, ROWS), jnp.float32),
+        ],
+        scratch_types=_scratch(shape, q.dtype, k_pages.dtype, optional),
+        grid=(plan.pieces.shape[0],),
+        grid_names=("piece",),
+        num_threads=shape.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="paged_decode",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*operands.values())
+
+
+def _scratch(shape: Shape, dtype, page_dtype, optional) -> dict:
+    """Shared memory and barriers; ring slots of compute warpgroup w are w * stages onward."""
+    swizzle = tiles.swizzle_bytes((shape.head_dim, dtype), (shape.block, dtype))
+    ring_swizzle = swizzle if page_dtype == dtype else tiles.swizzle_bytes((tiles.part_width(shape.head_dim), page_dtype))
+    slots = shape.warpgroups * shape.stages
+    scratch = {}
+    if page_dtype != dtype or "k_scale" in optional or "v_scale" in optional:
+        scratch["cast"] = tiles.shared((shape.warpgroups, shape.block, shape.head_dim), dtype, swizzle)
+    for name in ("k", "v"):
+        scale = f"{name}_scale" in optional
+        if scale:
+            scratch[f"{name}_scale_ring"] = plgpu.SMEM((slots, shape.block, shape.num_kv_heads), jnp.float32)
+        scratch[f"{name}_ring"] = tiles.shared((slots, shape.block, shape.head_dim), page_dtype, ring_swizzle)
+        scratch[f"{name}_loaded"] = plgpu.Barrier(num_arrivals=shape.copies * (2 if scale else 1), num_barriers=slots)
+        scratch[f"{name}_free"] = plgpu.Barrier(num_barriers=slots)
+    return scratch | {
+        "q_tile": tiles.shared((2, ROWS, shape.head_dim), dtype, swizzle),
+        "weights": tiles.shared((shape.warpgroups, ROWS, shape.block), dtype, swizzle),
+        "o_tile": plgpu.SMEM((shape.warpgroups, ROWS, shape.columns), jnp.float32),
+        "q_loaded": plgpu.Barrier(num_barriers=2),
+        "q_free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=2),
+    }
+
+
+class Segment(NamedTuple):
+    """What lies of one (row, KV head) in a thread block's piece; int32 scalars."""
+
+    row: Array
+    head: Array
+    length: Array  # tokens of the row
+    first: Array  # token where the first block of this segment begins
+    blocks: Array  # how many KV blocks; 0 for a row with nothing to do
+    slot: Array  # of the result
+
+
+def _walk(refs, shape: Shape, visit, carry):
+    """Call ``visit(segment, carry) -> carry`` for each segment of this thread block's piece, in order."""
+    piece = lax.axis_index("piece")
+    end = refs.pieces[piece, 1]
+
+    def step(state):
+        position, row, carry = state
+        before, after = refs.row_blocks[row], refs.row_blocks[row + 1]
+        blocks = jnp.maximum(after - before, 1)  # of this row for one head; the 1 keeps the division legal
+        into_row = position - before * shape.num_kv_heads
+        head = lax.div(into_row, blocks)
+        block = into_row - head * blocks
+        length = refs.seq_lens[row]
+        last = jnp.minimum(position + blocks - block, end)
+        if shape.fixed_span is not None:
+            last = jnp.minimum(last, position + shape.fixed_span - lax.rem(block, jnp.int32(shape.fixed_span)))
+        last = jnp.where(after > before, last, position)
+        first = first_token(length, shape) + block * shape.block
+        count = jnp.minimum(last - position, pl.cdiv(length - first, jnp.int32(shape.block)))
+        slot = row * shape.num_kv_heads + head + piece
+        if shape.fixed_span is not None:
+            slot = lax.div(position, jnp.int32(shape.fixed_span))
+        carry = visit(Segment(row, head, length, first, jnp.where(after > before, count, 0), slot), carry)
+        return last, jnp.where(last >= after * shape.num_kv_heads, row + 1, row), carry
+
+    start = refs.pieces[piece, 0], refs.pieces[piece, 2], carry
+    return lax.while_loop(lambda state: state[0] < end, step, start)[2]
+
+
+def first_token(length: Array, shape: Shape) -> Array:
+    """Where the first block of a row begins: pages that the sliding window has left behind are not fetched."""
+    if shape.sliding_window is None:
+        return jnp.zeros_like(length)
+    unit = min(shape.page_size, shape.block)
+    return lax.div(jnp.maximum(length - shape.sliding_window, 0), jnp.int32(unit)) * unit
+
+
+def _fetch(refs, shape: Shape) -> None:
+    """The memory warpgroup: queries into their two buffers, blocks into the rings of the compute warpgroups in turn."""
+    width = refs.block_tables.shape[1]
+
+    def page_ids(segment, block):
+        token = segment.first + block * shape.block
+        indices = [jnp.minimum(lax.div(token + i * shape.page_size, jnp.int32(shape.page_size)), width - 1) for i in range(shape.copies)]
+        return [refs.block_tables[segment.row, index] for index in indices]
+
+    def fetch_block(segment, block, pages, slot):
+        rows = min(shape.page_size, shape.block)
+        offset = lax.rem(segment.first + block * shape.block, jnp.int32(shape.page_size)) if rows < shape.page_size else 0
+        for name in ("k", "v"):
+            pool, ring, scale, loaded = (getattr(refs, name + part) for part in ("_pages", "_ring", "_scale", "_loaded"))
+            for i, page in enumerate(pages):
+                place = slot, pl.ds(i * rows, rows)
+                plgpu.copy_gmem_to_smem(pool.at[page, pl.ds(offset, rows), segment.head], ring.at[place], loaded.at[slot])
+                if scale is not None:
+                    # All heads' scales: one head's are too far apart for a TMA copy.
+                    target = getattr(refs, f"{name}_scale_ring").at[place]
+                    plgpu.copy_gmem_to_smem(scale.at[page, pl.ds(offset, rows)], target, loaded.at[slot])
+
+    def visit(segment, carry):
+        segments, done = carry
+
+        @pl.when(segment.blocks > 0)
+        def _():
+            buffer = lax.rem(segments, jnp.int32(2))
+            pl.when(segments >= 2)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
+            queries = refs.q_tile.at[buffer, pl.ds(0, shape.padded_group)]
+            plgpu.copy_gmem_to_smem(refs.q.at[segment.row, segment.head], queries, refs.q_loaded.at[buffer])
+
+            def step(block, pages):
+                # The next block's page numbers are on their way while this block's copies wait for room.
+                following = page_ids(segment, block + 1)
+                owner = lax.rem(block, jnp.int32(shape.warpgroups))
+                count = sum(jnp.where(owner == w, done[w], 0) for w in range(shape.warpgroups)) + lax.div(block, jnp.int32(shape.warpgroups))
+                slot = owner * shape.stages + lax.rem(count, jnp.int32(shape.stages))
+
+                @pl.when(count >= shape.stages)
+                def _():
+                    plgpu.barrier_wait(refs.k_free.at[slot])
+                    plgpu.barrier_wait(refs.v_free.at[slot])
+
+                fetch_block(segment, block, pages, slot)
+                return following
+
+            lax.fori_loop(0, segment.blocks, step, page_ids(segment, jnp.int32(0)))
+
+        own = [done[w] + _share(segment.blocks, w, shape) for w in range(shape.warpgroups)]
+        return segments + jnp.where(segment.blocks > 0, 1, 0), own
+
+    segments, done = _walk(refs, shape, visit, (jnp.int32(0), [jnp.int32(0)] * shape.warpgroups))
+
+    # Every completion of a barrier must be seen by who waits on it, the last ones too.
+    for warpgroup in range(shape.warpgroups):
+        for back in range(shape.stages):
+
+            @pl.when(done[warpgroup] > back)
+            def _(warpgroup=warpgroup, back=back):
+                slot = warpgroup * shape.stages + lax.rem(done[warpgroup] - 1 - back, jnp.int32(shape.stages))
+                plgpu.barrier_wait(refs.k_free.at[slot])
+                plgpu.barrier_wait(refs.v_free.at[slot])
+
+    for back in range(2):
+        pl.when(segments > back)(lambda back=back: plgpu.barrier_wait(refs.q_free.at[lax.rem(segments - 1 - back, jnp.int32(2))]))
+
+
+def _share(blocks: Array, warpgroup, shape: Shape) -> Array:
+    """How many of a segment's blocks go to a compute warpgroup."""
+    return lax.div(blocks + (shape.warpgroups - 1 - warpgroup), jnp.int32(shape.warpgroups))
+
+
+def _compute(refs, shape: Shape, warpgroup, interpret: bool) -> None:
+    """A compute warpgroup: its blocks of each segment, then the segment's output and log-sum-exp."""
+    scale = refs.scale[0]
+
+    def visit(segment, carry):
+        segments, done = carry
+        own = _share(segment.blocks, warpgroup, shape)
+
+        @pl.when(segment.blocks > 0)
+        def _():
+            buffer = lax.rem(segments, jnp.int32(2))
+            plgpu.barrier_wait(refs.q_loaded.at[buffer])
+            slopes = None if refs.slopes is None else refs.slopes[segment.head]
+            m, l, o = jnp.full((ROWS,), MASKED), jnp.zeros((ROWS,)), jnp.zeros((ROWS, shape.head_dim))  # noqa: E741
+
+            def step(i, state):
+                slot = warpgroup * shape.stages + lax.rem(done + i, jnp.int32(shape.stages))
+                token = segment.first + (i * shape.warpgroups + warpgroup) * shape.block
+                return _attend_block(refs, shape, segment, token, buffer, warpgroup, slot, scale, slopes, state, interpret)
+
+            m, l, o = lax.fori_loop(0, own, step, (m, l, o))  # noqa: E741
+            plgpu.barrier_arrive(refs.q_free.at[buffer])
+            _store(refs, shape, segment.slot, warpgroup, m, l, o)
+
+        return segments + jnp.where(segment.blocks > 0, 1, 0), done + own
+
+    _walk(refs, shape, visit, (jnp.int32(0), jnp.int32(0)))
+
+
+def _attend_block(refs, shape: Shape, segment: Segment, token, buffer, warpgroup, slot, scale, slopes, state, interpret: bool):
+    """One KV block, from position ``token`` on, into the softmax state (m [64], l [64], o [64, D])."""
+    m, l, o = state  # noqa: E741
+    plgpu.barrier_wait(refs.k_loaded.at[slot])
+    k = _operand(refs, "k", segment.head, warpgroup, slot)
+    products = tiles.matmul(None, refs.q_tile.at[buffer], k, transpose_b=True, interpret=interpret)
+    _release(refs, "k", slot)
+    position = token + lax.broadcasted_iota(jnp.int32, products.shape, 1)
+    scores = tiles.modify_scores(products, scale, shape.soft_cap, slopes, position - (segment.length - 1))
+    start = jnp.int32(0) if shape.sliding_window is None else segment.length - shape.sliding_window
+    mask = position < segment.length
+    if shape.sliding_window is not None:
+        mask &= position >= start
+    m, l, weights, keep = tiles.softmax_step(m, l, jnp.where(mask, scores, MASKED))  # noqa: E741
+    plgpu.barrier_wait(refs.v_loaded.at[slot])
+    mine = refs.weights.at[warpgroup]
+    mine[...] = weights.astype(mine.dtype)
+    plgpu.commit_smem()
+    v = _operand(refs, "v", segment.head, warpgroup, slot)
+
+    @pl.when((token + shape.block > segment.length) | (token < start))
+    def _():
+        tiles.zero_rows_outside(v, start - token, segment.length - token)
+
+    o = tiles.matmul(o * tiles.rows_of(keep, o.shape), mine, v, transpose_b=False, interpret=interpret)
+    _release(refs, "v", slot)
+    return m, l, o
+
+
+def _operand(refs, name: str, head, warpgroup, slot):
+    """A loaded block as wgmma can take it: itself, or its 16-bit copy, multiplied by the slots' scales."""
+    block = getattr(refs, f"{name}_ring").at[slot]
+    if not hasattr(refs, "cast"):
+        return block
+    scale = None if getattr(refs, f"{name}_scale") is None else tiles.column(getattr(refs, f"{name}_scale_ring").at[slot], head)
+    tiles.cast(block, scale, refs.cast.at[warpgroup])
+    return refs.cast.at[warpgroup]
+
+
+def _release(refs, name: str, slot) -> None:
+    """Give a ring slot back."""
+    plgpu.barrier_arrive(getattr(refs, f"{name}_free").at[slot])
+
+
+def _store(refs, shape: Shape, slot, warpgroup, m, l, o) -> None:  # noqa: E741
+    """Write a segment's output, normalised, and its log-sum-exp."""
+    found = l > 0
+    l = jnp.where(found, l, 1.0)  # noqa: E741
+    refs.lse[slot, warpgroup] = jnp.where(found, m + jnp.log(l) * LOG2E, MASKED)
+    o = o / tiles.rows_of(l, o.shape)
+    staged = refs.o_tile.at[warpgroup]
+    for column in range(0, shape.head_dim, shape.columns):
+        staged[...] = o[:, column : column + shape.columns]
+        plgpu.commit_smem()
+        target = refs.o.at[slot, warpgroup, :, pl.ds(column, shape.columns)]
+        plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, shape.group)], target)
+        plgpu.wait_smem_to_gmem(0)
