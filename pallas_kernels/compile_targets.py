@@ -124,10 +124,18 @@ def compile_for_gpu(function: Callable, arguments: tuple, target: str) -> tuple[
     """
     sharding = SingleDeviceSharding(topology(target).devices[0])
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    compiled, resources = compile_with_report(jax.jit(function), arguments, target)
+    if resources is None:
+        raise RuntimeError("the program has no Mosaic GPU kernel, so there is nothing to report")
+    return compiled, resources
+
+
+def compile_with_report(function: Callable, arguments: tuple, target: str) -> tuple[jax.stages.Compiled, GpuResources | None]:
+    """Compile a ``jax.jit`` function for arguments whose shardings are on the target's devices; None for a program without kernels."""
     with _captured_compiler_output() as output, use_abstract_mesh(hopper_mesh(target)):
-        compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+        compiled = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
     output.seek(0)
-    return compiled, parse_resources(output.read())
+    return compiled, parse_resources(output.read()) if "mosaic_gpu" in (compiled.as_text() or "") else None
 
 
 def parse_resources(text: str) -> GpuResources:
