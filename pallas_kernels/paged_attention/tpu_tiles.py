@@ -26,14 +26,16 @@ def vmem_bytes(interpret) -> int:
     return _INTERPRETED_VMEM_BYTES if interpret else pltpu.get_tpu_info().vmem_capacity_bytes
 
 
-def decode_tiles(page_bytes: int, page_size: int, table_width: int, score_bytes_per_token: int, vmem: int) -> Tiles:
+def decode_tiles(
+    page_bytes: int, decoded_page_bytes: int, page_size: int, table_width: int, score_bytes_per_token: int, vmem: int
+) -> Tiles:
     """Blocks of about 1 MB, K and V together, and four of them, so that DMA always has some 3 MB to fetch.
 
     A chip's bandwidth times its latency is 1 to 3 MB; a block shorter than that is over before its own overhead is. ``page_bytes`` is
-    that of all pools of a page.
+    that of a page in all pools, ``decoded_page_bytes`` in the queries' dtype, as a block lies in VMEM a second time.
     """
     ring = min(4 << 20, vmem // 8)
-    tokens = min(ring // 4 * page_size // page_bytes, vmem // 64 // score_bytes_per_token)
+    tokens = min(ring // 4 * page_size // max(page_bytes, decoded_page_bytes), vmem // 64 // score_bytes_per_token)
     pages = max(1, min(tokens // page_size, table_width))
     return Tiles(pages, max(2, min(8, ring // (pages * page_bytes))), 0, _limit(vmem))
 
