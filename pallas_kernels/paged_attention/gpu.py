@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import use_abstract_mesh
 
+from pallas_kernels.compile_targets import hopper_mesh
 from pallas_kernels.paged_attention import gpu_decode, gpu_prefill, online
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, MASKED, ROWS
 from pallas_kernels.paged_attention.options import Options
@@ -24,7 +26,6 @@ def unsupported(q_shape, q_dtype, pages_shape, pages_dtype, options: Options) ->
     """Return None, or in one sentence why these kernels cannot run a call."""
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q_shape, pages_shape
     q_dtype, pages_dtype = jnp.dtype(q_dtype), jnp.dtype(pages_dtype)
-    slot_scales = any(jnp.ndim(x) == 3 for x in (options.k_scale, options.v_scale))
     eight_bit = pages_dtype in (jnp.int8, jnp.float8_e4m3fn)
     checks = [
         (q_dtype in (jnp.bfloat16, jnp.float16), f"q.dtype={q_dtype}: expected bfloat16 or float16"),
@@ -32,8 +33,8 @@ def unsupported(q_shape, q_dtype, pages_shape, pages_dtype, options: Options) ->
         (head_dim in (64, 80, 96, 128, 256), f"head_dim={head_dim}: expected 64, 80, 96, 128 or 256"),
         (page_size in (8, 16, 32) or page_size % BLOCK == 0, f"page_size={page_size}: expected 8, 16, 32 or a multiple of {BLOCK}"),
         (num_heads <= ROWS * num_kv_heads, f"{num_heads} heads over {num_kv_heads} KV heads: expected at most {ROWS} to one"),
-        (not (eight_bit or slot_scales) or head_dim in (64, 96, 128), f"head_dim={head_dim}: expected 64, 96 or 128 with 8-bit pages"),
-        (not slot_scales or num_kv_heads % 8 == 0, f"num_kv_heads={num_kv_heads}: expected a multiple of 8 with a scale for each slot"),
+        (not (eight_bit or options.slot_scales) or head_dim in (64, 96, 128), f"head_dim={head_dim}: expected 64, 96 or 128 with 8-bit pages"),
+        (not options.slot_scales or num_kv_heads % 8 == 0, f"num_kv_heads={num_kv_heads}: expected a multiple of 8 with a scale for each slot"),
     ]
     return next((message for passes, message in checks if not passes), None)
 
@@ -56,8 +57,14 @@ def attend(
 
     With ``interpret`` the kernels run on a CPU under Mosaic GPU's interpreter, which raises RuntimeError for a data race.
     """
-    params = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
-    pages = k_pages, v_pages
+    arguments = q, (k_pages, v_pages), block_tables, seq_lens, query_start_loc, distribution, options, decode_only, fixed_splits
+    if not interpret:
+        return _attend(*arguments, None)
+    with use_abstract_mesh(hopper_mesh()):
+        return _attend(*arguments, plgpu.InterpretGPUParams(detect_races=True))
+
+
+def _attend(q, pages, block_tables, seq_lens, query_start_loc, distribution, options, decode_only, fixed_splits, params):
     if decode_only:
         return _decode(q, pages, block_tables, seq_lens, options, fixed_splits, params)
     num_tokens, num_rows = q.shape[0], block_tables.shape[0]
@@ -77,15 +84,12 @@ def attend(
 
 
 def _split_options(options: Options, num_kv_heads: int, group: int, repeats: int) -> tuple[Any, dict[str, Array]]:
-    """Return (the factor on q . k, what the kernels take as optional arrays); a KV head's slopes and sinks ``repeats`` times over, by row."""
+    """Return (the factor on q . k, what the kernels take as optional arrays), a KV head's slopes and sinks ``repeats`` times over."""
     factor, optional = options.sm_scale, {}
-    if options.k_scale is not None:
-        if jnp.ndim(options.k_scale) == 0:
-            factor = factor * options.k_scale
-        else:
-            optional["k_scale"] = options.k_scale
-    if options.v_scale is not None and jnp.ndim(options.v_scale) == 3:
-        optional["v_scale"] = options.v_scale
+    if options.slot_scales:
+        optional = {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    elif options.k_scale is not None:
+        factor = factor * options.k_scale
     for name, value in (("slopes", options.alibi_slopes), ("sinks", options.sinks)):
         if value is not None:
             rows = jnp.tile(value.astype(jnp.float32).reshape(num_kv_heads, group), (1, repeats))
@@ -94,12 +98,12 @@ def _split_options(options: Options, num_kv_heads: int, group: int, repeats: int
 
 
 def _v_factor(options: Options):
-    return 1.0 if options.v_scale is None or jnp.ndim(options.v_scale) == 3 else options.v_scale
+    return 1.0 if options.v_scale is None or options.slot_scales else options.v_scale
 
 
 def _warpgroups(head_dim: int, q_dtype, pages_dtype, optional) -> int:
     """Compute warpgroups: two leave a thread 168 registers, one leaves it 255, and a spill would cost more than the second one gains."""
-    casts = pages_dtype != q_dtype or "k_scale" in optional or "v_scale" in optional
+    casts = pages_dtype != q_dtype or "k_scale" in optional
     return 1 if head_dim > (96 if casts else 128) else 2
 
 
@@ -183,7 +187,7 @@ def combine(o: Array, lse: Array, first_slot: Array, num_slots: Array, most: int
 
 
 def _prefill(q, pages, block_tables, seq_lens, query_start_loc, distribution, row, options: Options, params) -> tuple[Array, Array]:
-    """Rows distribution[0] .. distribution[1] - 1; ``row`` int32 [T] of each token -> (o [T, H, D], lse [T, H]), anything for other tokens."""
+    """Rows distribution[0] .. distribution[1] - 1; ``row`` int32 [T] of each token -> (o [T, H, D], lse [T, H]), junk for other tokens."""
     num_tokens, num_heads, head_dim = q.shape
     num_rows = block_tables.shape[0]
     page_size, num_kv_heads = pages[0].shape[1:3]

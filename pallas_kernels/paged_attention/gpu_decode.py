@@ -1,9 +1,9 @@
 """Hopper decode kernel: partial attention of rows with one query, the work split evenly over a fixed number of thread blocks.
 
-A thread block has one warpgroup that fetches pages and one or two that compute. The batch's work is a line of KV blocks, row by row and within a
-row head by head; each thread block takes an equal piece of that line and walks it segment by segment, a segment being what lies of one
-(row, head) in its piece. Blocks go to the compute warpgroups in turn, each through a ring of its own, so that the stream of fetches never
-stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges them.
+A thread block has one warpgroup that fetches pages and one or two that compute. The batch's work is a line of KV blocks, row by row and
+within a row head by head; each thread block takes an equal piece of that line and walks it segment by segment, a segment being what lies of
+one (row, head) in its piece. Blocks go to the compute warpgroups in turn, each through a ring of its own, so that the stream of fetches
+never stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges them.
 
 Sources: FlashDecoding (Dao et al., 2023); stream-K, arXiv:2301.03598; warp specialisation as in FlashAttention-3, arXiv:2407.08608.
 """
@@ -71,7 +71,7 @@ def partial_attention(
         k_pages, v_pages: [P, page_size, KVH, D].
         block_tables, seq_lens: int32 [R, MP], [R].
         scale: float32 [1], factor on q . k.
-        optional: any of slopes, float32 [KVH, 64], and k_scale and v_scale, float32 [P, page_size, KVH], a factor on each stored key or value.
+        optional: any of slopes, float32 [KVH, 64], and k_scale and v_scale, float32 [P, page_size, KVH], factors on what is stored.
         num_slots: slots of the result.
         interpret: None, or the interpreter's parameters.
 
@@ -193,7 +193,8 @@ def _fetch(refs, shape: Shape) -> None:
                 # The next block's page numbers are on their way while this block's copies wait for room.
                 following = pages_of(segment, block + 1)
                 owner = lax.rem(block, jnp.int32(shape.warpgroups))
-                count = sum(jnp.where(owner == w, done[w], 0) for w in range(shape.warpgroups)) + lax.div(block, jnp.int32(shape.warpgroups))
+                before = sum(jnp.where(owner == w, done[w], 0) for w in range(shape.warpgroups))
+                count = before + lax.div(block, jnp.int32(shape.warpgroups))
                 slot = owner * shape.stages + lax.rem(count, jnp.int32(shape.stages))
 
                 @pl.when(count >= shape.stages)

@@ -1,8 +1,8 @@
 """Hopper prefill kernel: causal attention of rows with many queries, a thread block for each tile of queries and KV head.
 
-A thread block has one warpgroup that fetches pages and one or two that compute. A compute warpgroup owns 64 rows, each one query of one head
-of the KV head's group, so that all heads of a group share what is fetched. Blocks end at the tile's last position and begin where its first
-query's window does. The mask is computed only where a block is not seen whole.
+A thread block has one warpgroup that fetches pages and one or two that compute. A compute warpgroup owns 64 rows, each one query of one
+head of the KV head's group, so that all heads of a group share what is fetched. Blocks end at the tile's last position and begin where its
+first query's window does. The mask is computed only where a block is not seen whole.
 
 Sources: FlashAttention-3, arXiv:2407.08608 (warp specialisation); packing of query heads and ragged tiles as in arXiv:2511.11581.
 """

@@ -1,8 +1,12 @@
 """Which attention backend an engine takes, and that each gives the same tokens."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 import pallas_kernels
@@ -79,3 +83,19 @@ def test_interpreted_kernels_give_the_same_tokens(wide_model, backend, options):
     expected = greedy(wide_model, attention_backend="reference")
     for got, want in zip(greedy(wide_model, attention_backend=backend, **options), expected, strict=True):
         assert got.token_ids == want.token_ids
+
+
+@pytest.mark.skipif(
+    tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11), reason="the Hopper kernels need JAX 0.11, that is Python 3.12"
+)
+@pytest.mark.parametrize("options", [{}, {"layer_loop": "unrolled", "page_size": 32}], ids=str)
+def test_interpreted_hopper_kernels_give_the_same_logprobs(make_model, options):
+    """They take 16-bit numbers only, in which the order of a sum shows, so a token may differ where two are as likely."""
+    model = make_model(dataclasses.replace(WIDE, head_dim=64))
+    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model)))
+    expected = greedy(model, attention_backend="reference", num_pages=24)
+    for got, want in zip(greedy(model, attention_backend="mosaic_gpu", **({"num_pages": 24} | options)), expected, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(got.token_ids, want.token_ids, strict=True)) if a != b), len(want.token_ids))
+        assert same > 0
+        for a, b in zip(got.logprobs[: same + 1], want.logprobs[: same + 1], strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=0.03)
