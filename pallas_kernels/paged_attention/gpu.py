@@ -33,8 +33,8 @@ def unsupported(q_shape, q_dtype, pages_shape, pages_dtype, options: Options) ->
         (head_dim in (64, 80, 96, 128, 256), f"head_dim={head_dim}: expected 64, 80, 96, 128 or 256"),
         (page_size in (8, 16, 32) or page_size % BLOCK == 0, f"page_size={page_size}: expected 8, 16, 32 or a multiple of {BLOCK}"),
         (num_heads <= ROWS * num_kv_heads, f"{num_heads} heads over {num_kv_heads} KV heads: expected at most {ROWS} to one"),
-        (not (eight_bit or options.slot_scales) or head_dim in (64, 96, 128), f"head_dim={head_dim}: expected 64, 96 or 128 with 8-bit pages"),
-        (not options.slot_scales or num_kv_heads % 8 == 0, f"num_kv_heads={num_kv_heads}: expected a multiple of 8 with a scale for each slot"),
+        (not (eight_bit or options.slot_scales) or head_dim in (64, 96, 128), f"head_dim={head_dim}: expected 64, 96 or 128 in 8 bits"),
+        (not options.slot_scales or num_kv_heads % 8 == 0, f"num_kv_heads={num_kv_heads}: expected a multiple of 8 with slots' scales"),
     ]
     return next((message for passes, message in checks if not passes), None)
 

@@ -3,7 +3,8 @@
 A thread block has one warpgroup that fetches pages and one or two that compute. The batch's work is a line of KV blocks, row by row and
 within a row head by head; each thread block takes an equal piece of that line and walks it segment by segment, a segment being what lies of
 one (row, head) in its piece. Blocks go to the compute warpgroups in turn, each through a ring of its own, so that the stream of fetches
-never stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges them.
+never stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges
+them.
 
 Sources: FlashDecoding (Dao et al., 2023); stream-K, arXiv:2301.03598; warp specialisation as in FlashAttention-3, arXiv:2407.08608.
 """
@@ -197,10 +198,7 @@ def _fetch(refs, shape: Shape) -> None:
                 count = before + lax.div(block, jnp.int32(shape.warpgroups))
                 slot = owner * shape.stages + lax.rem(count, jnp.int32(shape.stages))
 
-                @pl.when(count >= shape.stages)
-                def _():
-                    plgpu.barrier_wait(refs.k_free.at[slot])
-                    plgpu.barrier_wait(refs.v_free.at[slot])
+                pl.when(count >= shape.stages)(lambda: tiles.wait_for_room(refs, slot))
 
                 valid = window_start(segment.length, shape), segment.length
                 tiles.fetch_block(refs, pages, segment.head, segment.first + block * shape.block, slot, valid)
@@ -220,8 +218,7 @@ def _fetch(refs, shape: Shape) -> None:
             @pl.when(done[warpgroup] > back)
             def _(warpgroup=warpgroup, back=back):
                 slot = warpgroup * shape.stages + lax.rem(done[warpgroup] - 1 - back, jnp.int32(shape.stages))
-                plgpu.barrier_wait(refs.k_free.at[slot])
-                plgpu.barrier_wait(refs.v_free.at[slot])
+                tiles.wait_for_room(refs, slot)
 
     for back in range(2):
         pl.when(segments > back)(lambda back=back: plgpu.barrier_wait(refs.q_free.at[lax.rem(segments - 1 - back, jnp.int32(2))]))

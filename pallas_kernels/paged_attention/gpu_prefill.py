@@ -142,10 +142,7 @@ def _fetch(refs, shape: Shape, work: Work) -> None:
         following = pages_of(block + 1)
         slot = lax.rem(block, jnp.int32(shape.stages))
 
-        @pl.when(block >= shape.stages)
-        def _():
-            plgpu.barrier_wait(refs.k_free.at[slot])
-            plgpu.barrier_wait(refs.v_free.at[slot])
+        pl.when(block >= shape.stages)(lambda: tiles.wait_for_room(refs, slot))
 
         tiles.fetch_block(refs, pages, head, work.first + block * shape.block, slot, (seen, work.end))
         return following
@@ -158,8 +155,7 @@ def _fetch(refs, shape: Shape, work: Work) -> None:
         @pl.when(work.blocks > back)
         def _(back=back):
             slot = lax.rem(work.blocks - 1 - back, jnp.int32(shape.stages))
-            plgpu.barrier_wait(refs.k_free.at[slot])
-            plgpu.barrier_wait(refs.v_free.at[slot])
+            tiles.wait_for_room(refs, slot)
 
 
 def _compute(refs, shape: Shape, work: Work, tile, warpgroup, interpret: bool) -> None:

@@ -117,6 +117,12 @@ def page_ids(table, row, token, block: int, page_size: int) -> list[Array]:
     return [table[row, jnp.minimum(lax.div(token + start, jnp.int32(page_size)), last)] for start in starts]
 
 
+def wait_for_room(refs, slot) -> None:
+    """Wait until the ring slot's keys and values have been read by all that need them."""
+    plgpu.barrier_wait(refs.k_free.at[slot])
+    plgpu.barrier_wait(refs.v_free.at[slot])
+
+
 def fetch_block(refs, pages: list[Array], head, token, slot, valid: tuple[Array, Array]) -> None:
     """Start the copies of one block of keys and values, positions ``token`` on, into ring slot ``slot``.
 
