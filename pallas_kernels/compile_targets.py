@@ -1,8 +1,8 @@
 """Chips that programs can be compiled for on a machine that has none of them.
 
 A GPU target needs the ``jax[cuda13]`` plugin, a TPU target ``libtpu``; neither needs a driver or a device. What compiles fits the chip's
-registers and on-chip memory; nothing is executed. Set ``JAX_PLATFORMS=cpu`` and, for GPUs, ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`` (the plugin's
-version check asks for a driver) before jax is imported.
+registers and on-chip memory; nothing is executed. Set ``JAX_PLATFORMS=cpu`` and, for GPUs, ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`` (the
+plugin's version check asks for a driver) before jax is imported.
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 # Names that libtpu understands, of the smallest slice that exists.
 TPU_TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -83,7 +84,9 @@ GPU_TARGETS = {
     "h100": GpuTarget(
         "NVIDIA H100 80GB HBM3", 132, 233_472, HOPPER_SHARED_MEMORY_BYTES, 52_428_800, 3_352_320_000_000, 84_942_979_072, (9, 0), 1.98
     ),
-    "h200": GpuTarget("NVIDIA H200", 132, 233_472, HOPPER_SHARED_MEMORY_BYTES, 52_428_800, 4_800_000_000_000, 151_397_597_184, (9, 0), 1.98),
+    "h200": GpuTarget(
+        "NVIDIA H200", 132, 233_472, HOPPER_SHARED_MEMORY_BYTES, 52_428_800, 4_800_000_000_000, 151_397_597_184, (9, 0), 1.98
+    ),
 }
 
 
@@ -116,18 +119,29 @@ def hopper_mesh(target: str = "h100") -> AbstractMesh:
     return AbstractMesh((), (), abstract_device=device)
 
 
-def compile_for_gpu(function: Callable, arguments: tuple, target: str) -> tuple[jax.stages.Compiled, GpuResources]:
-    """Compile ``function(*arguments)`` for one GPU; arguments is a pytree of arrays or ShapeDtypeStructs.
+def compile_for_gpu(function: Callable, arguments: tuple, target: str) -> tuple[jax.stages.Compiled, GpuResources | None]:
+    """Compile ``function(*arguments)`` for one GPU; arguments is a pytree of arrays or ShapeDtypeStructs, whose shardings do not count.
 
-    Returns the compiled program and what its Mosaic GPU kernels use. Raises what the compiler raises: a kernel that wants more shared memory
-    than there is does not compile.
+    Otherwise as :func:`compile_with_report`.
     """
     sharding = SingleDeviceSharding(topology(target).devices[0])
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    with _captured_compiler_output() as output, use_abstract_mesh(hopper_mesh(target)):
-        compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+    return compile_with_report(jax.jit(function), arguments, target)
+
+
+def compile_with_report(function: Any, arguments: tuple, target: str) -> tuple[jax.stages.Compiled, GpuResources | None]:
+    """Compile the jitted ``function(*arguments)``, arguments being sharded over devices of ``topology(target)``, a GPU.
+
+    Returns the compiled program and what its Mosaic GPU kernels use, None if it has none. Raises what the compiler raises: a kernel that
+    wants more shared memory than there is does not compile.
+    """
+    if target not in GPU_TARGETS:
+        raise ValueError(f"target={target!r}: expected one of {(*GPU_TARGETS,)}")
+    with _captured_compiler_output() as output:
+        compiled = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
     output.seek(0)
-    return compiled, parse_resources(output.read())
+    text = output.read()
+    return compiled, parse_resources(text) if "smem_scratch_bytes" in text else None
 
 
 def parse_resources(text: str) -> GpuResources:
@@ -137,7 +151,10 @@ def parse_resources(text: str) -> GpuResources:
     shared = re.findall(r"smem_scratch_bytes=(\d+)", text)
     if not kernels or not spills or not shared:
         raise RuntimeError(f"no Mosaic GPU kernel was compiled, or its report has another form than expected: {text[:500]!r}")
-    return GpuResources({name: int(registers) for name, registers in kernels}, sum(map(int, spills)), max(map(int, shared)))
+    registers: dict[str, int] = {}
+    for name, count in kernels:
+        registers[name] = max(int(count), registers.get(name, 0))
+    return GpuResources(registers, sum(map(int, spills)), max(map(int, shared)))
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Hopper decode kernel: partial attention of rows with one query, the work split evenly over a fixed number of thread blocks.
 
-A thread block has one warpgroup that fetches pages and one or two that compute. The batch's work is a line of KV blocks, row by row and within a
-row head by head; each thread block takes an equal piece of that line and walks it segment by segment, a segment being what lies of one
-(row, head) in its piece. Blocks go to the compute warpgroups in turn, each through a ring of its own, so that the stream of fetches never
-stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges them.
+A thread block has one warpgroup that fetches pages and one or two that compute. The batch's work is a line of KV blocks, row by row and
+within a row head by head; each thread block takes an equal piece of that line and walks it segment by segment, a segment being what lies of
+one (row, head) in its piece. Blocks go to the compute warpgroups in turn, each through a ring of its own, so that the stream of fetches
+never stops at a segment's end. Each compute warpgroup writes its normalised output and log-sum-exp of the segment; `gpu.combine` merges
+them.
 
 Sources: FlashDecoding (Dao et al., 2023); stream-K, arXiv:2301.03598; warp specialisation as in FlashAttention-3, arXiv:2407.08608.
 """
@@ -50,11 +51,6 @@ class Shape:
         """Rows of a query tile that are fetched: whole tiles of eight."""
         return -(-self.group // 8) * 8
 
-    @property
-    def copies(self) -> int:
-        """Copies that fill a KV block, one a page."""
-        return max(self.block // self.page_size, 1)
-
 
 def partial_attention(
     q: Array,
@@ -76,7 +72,7 @@ def partial_attention(
         k_pages, v_pages: [P, page_size, KVH, D].
         block_tables, seq_lens: int32 [R, MP], [R].
         scale: float32 [1], factor on q . k.
-        optional: any of slopes, float32 [KVH, 64], and k_scale and v_scale, float32 [P, page_size, KVH], a factor on each stored key or value.
+        optional: any of slopes, float32 [KVH, 64], and k_scale and v_scale, float32 [P, page_size, KVH], factors on what is stored.
         num_slots: slots of the result.
         interpret: None, or the interpreter's parameters.
 
@@ -100,7 +96,7 @@ def partial_attention(
             jax.ShapeDtypeStruct((num_slots, shape.warpgroups, shape.group, shape.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_slots, shape.warpgroups, ROWS), jnp.float32),
         ],
-        scratch_types=_scratch(shape, q.dtype, k_pages.dtype, optional),
+        scratch_types=_scratch(shape, q.dtype, k_pages, optional),
         grid=(plan.pieces.shape[0],),
         grid_names=("piece",),
         num_threads=shape.warpgroups + 1,
@@ -111,21 +107,13 @@ def partial_attention(
     )(*operands.values())
 
 
-def _scratch(shape: Shape, dtype, page_dtype, optional) -> dict:
+def _scratch(shape: Shape, dtype, pages, optional) -> dict:
     """Shared memory and barriers; ring slots of compute warpgroup w are w * stages onward."""
     swizzle = tiles.swizzle_bytes((shape.head_dim, dtype), (shape.block, dtype))
-    ring_swizzle = swizzle if page_dtype == dtype else tiles.swizzle_bytes((tiles.part_width(shape.head_dim), page_dtype))
     slots = shape.warpgroups * shape.stages
-    scratch = {}
-    if page_dtype != dtype or "k_scale" in optional or "v_scale" in optional:
+    scratch = tiles.ring(slots, 1, shape.block, shape.page_size, pages.shape, pages.dtype, dtype, swizzle, optional)
+    if pages.dtype != dtype or "k_scale" in optional or "v_scale" in optional:
         scratch["cast"] = tiles.shared((shape.warpgroups, shape.block, shape.head_dim), dtype, swizzle)
-    for name in ("k", "v"):
-        scale = f"{name}_scale" in optional
-        if scale:
-            scratch[f"{name}_scale_ring"] = plgpu.SMEM((slots, shape.block, shape.num_kv_heads), jnp.float32)
-        scratch[f"{name}_ring"] = tiles.shared((slots, shape.block, shape.head_dim), page_dtype, ring_swizzle)
-        scratch[f"{name}_loaded"] = plgpu.Barrier(num_arrivals=shape.copies * (2 if scale else 1), num_barriers=slots)
-        scratch[f"{name}_free"] = plgpu.Barrier(num_barriers=slots)
     return scratch | {
         "q_tile": tiles.shared((2, ROWS, shape.head_dim), dtype, swizzle),
         "weights": tiles.shared((shape.warpgroups, ROWS, shape.block), dtype, swizzle),
@@ -175,35 +163,24 @@ def _walk(refs, shape: Shape, visit, carry):
     return lax.while_loop(lambda state: state[0] < end, step, start)[2]
 
 
+def window_start(length: Array, shape: Shape) -> Array:
+    """First position that a row's query sees."""
+    if shape.sliding_window is None:
+        return length - length  # not zeros_like: where the arguments are sharded over a mesh, Mosaic cannot lower that constant
+    return jnp.maximum(length - shape.sliding_window, 0)
+
+
 def first_token(length: Array, shape: Shape) -> Array:
     """Where the first block of a row begins: pages that the sliding window has left behind are not fetched."""
-    if shape.sliding_window is None:
-        return jnp.zeros_like(length)
     unit = min(shape.page_size, shape.block)
-    return lax.div(jnp.maximum(length - shape.sliding_window, 0), jnp.int32(unit)) * unit
+    return lax.div(window_start(length, shape), jnp.int32(unit)) * unit
 
 
 def _fetch(refs, shape: Shape) -> None:
     """The memory warpgroup: queries into their two buffers, blocks into the rings of the compute warpgroups in turn."""
-    width = refs.block_tables.shape[1]
 
-    def page_ids(segment, block):
-        token = segment.first + block * shape.block
-        indices = [jnp.minimum(lax.div(token + i * shape.page_size, jnp.int32(shape.page_size)), width - 1) for i in range(shape.copies)]
-        return [refs.block_tables[segment.row, index] for index in indices]
-
-    def fetch_block(segment, block, pages, slot):
-        rows = min(shape.page_size, shape.block)
-        offset = lax.rem(segment.first + block * shape.block, jnp.int32(shape.page_size)) if rows < shape.page_size else 0
-        for name in ("k", "v"):
-            pool, ring, scale, loaded = (getattr(refs, name + part) for part in ("_pages", "_ring", "_scale", "_loaded"))
-            for i, page in enumerate(pages):
-                place = slot, pl.ds(i * rows, rows)
-                plgpu.copy_gmem_to_smem(pool.at[page, pl.ds(offset, rows), segment.head], ring.at[place], loaded.at[slot])
-                if scale is not None:
-                    # All heads' scales: one head's are too far apart for a TMA copy.
-                    target = getattr(refs, f"{name}_scale_ring").at[place]
-                    plgpu.copy_gmem_to_smem(scale.at[page, pl.ds(offset, rows)], target, loaded.at[slot])
+    def pages_of(segment, block):
+        return tiles.page_ids(refs.block_tables, segment.row, segment.first + block * shape.block, shape.block, shape.page_size)
 
     def visit(segment, carry):
         segments, done = carry
@@ -217,20 +194,19 @@ def _fetch(refs, shape: Shape) -> None:
 
             def step(block, pages):
                 # The next block's page numbers are on their way while this block's copies wait for room.
-                following = page_ids(segment, block + 1)
+                following = pages_of(segment, block + 1)
                 owner = lax.rem(block, jnp.int32(shape.warpgroups))
-                count = sum(jnp.where(owner == w, done[w], 0) for w in range(shape.warpgroups)) + lax.div(block, jnp.int32(shape.warpgroups))
+                before = sum(jnp.where(owner == w, done[w], 0) for w in range(shape.warpgroups))
+                count = before + lax.div(block, jnp.int32(shape.warpgroups))
                 slot = owner * shape.stages + lax.rem(count, jnp.int32(shape.stages))
 
-                @pl.when(count >= shape.stages)
-                def _():
-                    plgpu.barrier_wait(refs.k_free.at[slot])
-                    plgpu.barrier_wait(refs.v_free.at[slot])
+                pl.when(count >= shape.stages)(lambda: tiles.wait_for_room(refs, slot))
 
-                fetch_block(segment, block, pages, slot)
+                valid = window_start(segment.length, shape), segment.length
+                tiles.fetch_block(refs, pages, segment.head, segment.first + block * shape.block, slot, valid)
                 return following
 
-            lax.fori_loop(0, segment.blocks, step, page_ids(segment, jnp.int32(0)))
+            lax.fori_loop(0, segment.blocks, step, pages_of(segment, jnp.int32(0)))
 
         own = [done[w] + _share(segment.blocks, w, shape) for w in range(shape.warpgroups)]
         return segments + jnp.where(segment.blocks > 0, 1, 0), own
@@ -244,8 +220,7 @@ def _fetch(refs, shape: Shape) -> None:
             @pl.when(done[warpgroup] > back)
             def _(warpgroup=warpgroup, back=back):
                 slot = warpgroup * shape.stages + lax.rem(done[warpgroup] - 1 - back, jnp.int32(shape.stages))
-                plgpu.barrier_wait(refs.k_free.at[slot])
-                plgpu.barrier_wait(refs.v_free.at[slot])
+                tiles.wait_for_room(refs, slot)
 
     for back in range(2):
         pl.when(segments > back)(lambda back=back: plgpu.barrier_wait(refs.q_free.at[lax.rem(segments - 1 - back, jnp.int32(2))]))
@@ -274,7 +249,16 @@ def _compute(refs, shape: Shape, warpgroup, interpret: bool) -> None:
             def step(i, state):
                 slot = warpgroup * shape.stages + lax.rem(done + i, jnp.int32(shape.stages))
                 token = segment.first + (i * shape.warpgroups + warpgroup) * shape.block
-                return _attend_block(refs, shape, segment, token, buffer, warpgroup, slot, scale, slopes, state, interpret)
+
+                def score(products):
+                    position = token + lax.broadcasted_iota(jnp.int32, products.shape, 1)
+                    scores = tiles.modify_scores(products, scale, shape.soft_cap, slopes, position - (segment.length - 1))
+                    mask = position < segment.length
+                    if shape.sliding_window is not None:
+                        mask &= position >= window_start(segment.length, shape)
+                    return jnp.where(mask, scores, MASKED)
+
+                return tiles.attend_block(refs, refs.q_tile.at[buffer], segment.head, warpgroup, slot, score, state, interpret)
 
             m, l, o = lax.fori_loop(0, own, step, (m, l, o))  # noqa: E741
             plgpu.barrier_arrive(refs.q_free.at[buffer])
@@ -283,50 +267,6 @@ def _compute(refs, shape: Shape, warpgroup, interpret: bool) -> None:
         return segments + jnp.where(segment.blocks > 0, 1, 0), done + own
 
     _walk(refs, shape, visit, (jnp.int32(0), jnp.int32(0)))
-
-
-def _attend_block(refs, shape: Shape, segment: Segment, token, buffer, warpgroup, slot, scale, slopes, state, interpret: bool):
-    """One KV block, from position ``token`` on, into the softmax state (m [64], l [64], o [64, D])."""
-    m, l, o = state  # noqa: E741
-    plgpu.barrier_wait(refs.k_loaded.at[slot])
-    k = _operand(refs, "k", segment.head, warpgroup, slot)
-    products = tiles.matmul(None, refs.q_tile.at[buffer], k, transpose_b=True, interpret=interpret)
-    _release(refs, "k", slot)
-    position = token + lax.broadcasted_iota(jnp.int32, products.shape, 1)
-    scores = tiles.modify_scores(products, scale, shape.soft_cap, slopes, position - (segment.length - 1))
-    start = jnp.int32(0) if shape.sliding_window is None else segment.length - shape.sliding_window
-    mask = position < segment.length
-    if shape.sliding_window is not None:
-        mask &= position >= start
-    m, l, weights, keep = tiles.softmax_step(m, l, jnp.where(mask, scores, MASKED))  # noqa: E741
-    plgpu.barrier_wait(refs.v_loaded.at[slot])
-    mine = refs.weights.at[warpgroup]
-    mine[...] = weights.astype(mine.dtype)
-    plgpu.commit_smem()
-    v = _operand(refs, "v", segment.head, warpgroup, slot)
-
-    @pl.when((token + shape.block > segment.length) | (token < start))
-    def _():
-        tiles.zero_rows_outside(v, start - token, segment.length - token)
-
-    o = tiles.matmul(o * tiles.rows_of(keep, o.shape), mine, v, transpose_b=False, interpret=interpret)
-    _release(refs, "v", slot)
-    return m, l, o
-
-
-def _operand(refs, name: str, head, warpgroup, slot):
-    """A loaded block as wgmma can take it: itself, or its 16-bit copy, multiplied by the slots' scales."""
-    block = getattr(refs, f"{name}_ring").at[slot]
-    if not hasattr(refs, "cast"):
-        return block
-    scale = None if getattr(refs, f"{name}_scale") is None else tiles.column(getattr(refs, f"{name}_scale_ring").at[slot], head)
-    tiles.cast(block, scale, refs.cast.at[warpgroup])
-    return refs.cast.at[warpgroup]
-
-
-def _release(refs, name: str, slot) -> None:
-    """Give a ring slot back."""
-    plgpu.barrier_arrive(getattr(refs, f"{name}_free").at[slot])
 
 
 def _store(refs, shape: Shape, slot, warpgroup, m, l, o) -> None:  # noqa: E741
