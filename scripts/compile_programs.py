@@ -54,7 +54,7 @@ def kernel_programs(device: jax.Device) -> Iterator[tuple[str, Program | str]]:
         for head_dim, page_dtype, (kv_heads, group), kind in itertools.product(
             (64, 80, 96, 128, 256), ("bfloat16", "float8_e4m3fn", "int8"), ((8, 4), (1, 8)), ("decode", "mixed")
         ):
-            for options in ("plain", "all options"):
+            for options in ("plain", "all options", *(("slot scales",) if page_dtype != "bfloat16" else ())):
                 name = f"{backend} {kind} d{head_dim} {kv_heads}x{group} {page_dtype} {options}"
                 yield name, _attention(backend, head_dim, page_dtype, kv_heads, group, kind, options, name, mesh)
             if kind == "decode" and page_dtype != "float8_e4m3fn":
@@ -76,19 +76,16 @@ def _attention(backend, head_dim, page_dtype, kv_heads, group, kind, options, na
     q, pool = array((tokens, heads, head_dim), jnp.bfloat16), array(pool_shape(pages, page_size, kv_heads, head_dim, backend), page_dtype)
     width = 4096 // page_size
     metadata = [array(shape, jnp.int32) for shape in ((rows, width), (rows,), (rows + 1,), (2,))]
-    given = {}
-    if options == "all options":
-        given = {key: array((heads,), jnp.float32) for key in ("alibi_slopes", "sinks")}
-        given |= {key: array(scale_shape(pages, page_size, kv_heads), jnp.float32) for key in ("k_scale", "v_scale")}
-    elif page_dtype != "bfloat16":
-        given = {key: array((), jnp.float32) for key in ("k_scale", "v_scale")}
-    fixed = {"sliding_window": 1000, "soft_cap": 30.0} if options == "all options" else {}
+    given, fixed = {}, {}
+    if options != "plain":
+        given, fixed = {key: array((heads,), jnp.float32) for key in ("alibi_slopes", "sinks")}, {"sliding_window": 1000, "soft_cap": 30.0}
+    if page_dtype != "bfloat16":
+        scale = array(scale_shape(pages, page_size, kv_heads) if options == "slot scales" else (), jnp.float32)
+        given |= {"k_scale": scale, "v_scale": scale}
     if backend != "xla":
-        asked = Options(0.1, **fixed, **given)
-        if refusal := kernel_module(backend).unsupported(q.shape, q.dtype, pool.shape, pool.dtype, asked):
+        refusal = kernel_module(backend).unsupported(q.shape, q.dtype, pool.shape, pool.dtype, Options(0.1, **fixed, **given))
+        if refusal:
             return refusal
-    elif options == "all options":  # this backend has no scales for each slot
-        given = {key: value for key, value in given.items() if key not in ("k_scale", "v_scale")}
 
     def call(arguments, given):
         return paged_attention(*arguments, sm_scale=0.1, decode_only=kind == "decode", backend=backend, return_lse=True, **fixed, **given)
@@ -101,10 +98,12 @@ def _write(backend, head_dim, page_dtype, kv_heads, name, mesh) -> Program | str
     page_size = default_page_size(backend)
     if backend == "mosaic_tpu" and head_dim % 128:
         return f"head_dim={head_dim}: pages of this layout need a multiple of 128"
-    pool = array(pool_shape(1031, page_size, kv_heads, head_dim, backend), page_dtype)
+    # Larger than a TPU's VMEM, where the compiler would else keep the pool for the length of the program.
+    pages = _prime((512 << 20) // (page_size * kv_heads * head_dim))
+    pool = array(pool_shape(pages, page_size, kv_heads, head_dim, backend), page_dtype)
     pools = [pool, pool]
     if page_dtype == "int8":
-        pools += [array(scale_shape(1031, page_size, kv_heads), jnp.float32)] * 2
+        pools += [array(scale_shape(pages, page_size, kv_heads), jnp.float32)] * 2
     new, slots = array((512, kv_heads, head_dim), jnp.bfloat16), array((512,), jnp.int32)
 
     def call(pools, k, v, slots):
@@ -112,7 +111,7 @@ def _write(backend, head_dim, page_dtype, kv_heads, name, mesh) -> Program | str
         return kv_write(*pools[:2], k, v, slots, backend=backend, **scales)
 
     size = 2 * int(np.prod(pool.shape)) * pool.dtype.itemsize
-    return Program(name, call, (tuple(pools), new, new, slots), (0,), None, (1031, 1031 * page_size), size)
+    return Program(name, call, (tuple(pools), new, new, slots), (0,), None, (pages, pages * page_size), size)
 
 
 def step_programs(model_name: str, devices: list, memory_bytes: int, layers: int | None) -> Iterator[Program]:

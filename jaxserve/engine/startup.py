@@ -87,10 +87,10 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     elif model_config is None:
         raise ValueError("model_config is None; a module of the caller's own needs its ModelConfig (config=...)")
     check_divisible(model_config, config.parallel)
+    dtype = model.embedding.table[...].dtype  # a caller's own module has its own
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else jnp.dtype(config.cache.kv_cache_dtype)
     if platform == "cpu":
         model = with_own_head(model)
-    dtype = model.embedding.table[...].dtype
     path, reason = attention_path(config.attention_backend, model_config, mesh, dtype, kv_dtype, config.cache.page_size)
     prepare_in_background(path)
     if config.load.generation_config == "none":

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-STEP_TOKENS = 512
-BUFFER_BYTES = 4 << 20
+STEP_TOKENS = 512  # of one step of the grid, at most
+BUFFER_BYTES = 4 << 20  # for tiles, and as much for new tokens
 
 
 class Plan(NamedTuple):
@@ -52,13 +52,14 @@ def write_lanes(pools: tuple[Array, Array], new: tuple[Array, Array], slots: Arr
     """pools [P, KVH, D, page_size], new [T, KVH, D] of the pools' dtype -> the pools, in place."""
     _, num_kv_heads, head_dim, _ = pools[0].shape
     num_tokens = slots.shape[0]
-    step_tokens = min(STEP_TOKENS, -(-num_tokens // LANES) * LANES)
+    tile_bytes = num_kv_heads * head_dim * LANES * pools[0].dtype.itemsize
+    blocks = max(1, min(STEP_TOKENS // LANES, -(-num_tokens // LANES), BUFFER_BYTES // (4 * tile_bytes)))
+    step_tokens = blocks * LANES
     pad = -num_tokens % step_tokens
     order, plan = make_plan(jnp.pad(slots, (0, pad), constant_values=-1), step_tokens)
     order = jnp.minimum(order, num_tokens - 1)
     new = tuple(x[order].transpose(1, 2, 0) for x in new)
-    tile_bytes = num_kv_heads * head_dim * LANES * pools[0].dtype.itemsize
-    num_buffers = max(2, min(8, BUFFER_BYTES // tile_bytes))
+    num_buffers = max(2, min(8, BUFFER_BYTES // (2 * tile_bytes)))
     block = pl.BlockSpec((num_kv_heads, head_dim, step_tokens), lambda i, *_: (0, 0, i))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return tuple(

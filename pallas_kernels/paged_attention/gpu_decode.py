@@ -165,7 +165,9 @@ def _walk(refs, shape: Shape, visit, carry):
 
 def window_start(length: Array, shape: Shape) -> Array:
     """First position that a row's query sees."""
-    return jnp.zeros_like(length) if shape.sliding_window is None else jnp.maximum(length - shape.sliding_window, 0)
+    if shape.sliding_window is None:
+        return length - length  # not zeros_like: where the arguments are sharded over a mesh, Mosaic cannot lower that constant
+    return jnp.maximum(length - shape.sliding_window, 0)
 
 
 def first_token(length: Array, shape: Shape) -> Array:

@@ -26,19 +26,23 @@ def vmem_bytes(interpret) -> int:
     return _INTERPRETED_VMEM_BYTES if interpret else pltpu.get_tpu_info().vmem_capacity_bytes
 
 
-def decode_tiles(page_bytes: int, page_size: int, table_width: int, score_bytes_per_token: int, vmem: int) -> Tiles:
+def decode_tiles(
+    page_bytes: int, decoded_page_bytes: int, page_size: int, table_width: int, score_bytes_per_token: int, vmem: int
+) -> Tiles:
     """Blocks of about 1 MB, K and V together, and four of them, so that DMA always has some 3 MB to fetch.
 
     A chip's bandwidth times its latency is 1 to 3 MB; a block shorter than that is over before its own overhead is. ``page_bytes`` is
-    that of all pools of a page.
+    that of a page in all pools, ``decoded_page_bytes`` in the queries' dtype, as a block lies in VMEM a second time.
     """
     ring = min(4 << 20, vmem // 8)
-    tokens = min(ring // 4 * page_size // page_bytes, vmem // 64 // score_bytes_per_token)
+    tokens = min(ring // 4 * page_size // max(page_bytes, decoded_page_bytes), vmem // 64 // score_bytes_per_token)
     pages = max(1, min(tokens // page_size, table_width))
     return Tiles(pages, max(2, min(8, ring // (pages * page_bytes))), 0, _limit(vmem))
 
 
-def prefill_tiles(page_bytes: int, page_size: int, table_width: int, q: Array, num_kv_heads: int, vmem: int) -> Tiles:
+def prefill_tiles(
+    page_bytes: int, decoded_page_bytes: int, page_size: int, table_width: int, q: Array, num_kv_heads: int, vmem: int
+) -> Tiles:
     """Up to 128 queries, which make arithmetic outweigh the fetching of keys, against blocks of up to 512 keys."""
     _, num_heads, head_dim = q.shape
     lanes = -(-head_dim // 128) * 128
@@ -46,7 +50,11 @@ def prefill_tiles(page_bytes: int, page_size: int, table_width: int, q: Array, n
     query_bytes = num_heads * (2 * 512 + 4 * lanes + 4 * q.dtype.itemsize * lanes)
     queries = next((n for n in (128, 64, 32) if n * query_bytes <= vmem * 3 // 8), 16)
     # About four float32 arrays of scores are alive at once.
-    tokens = min(512, vmem // 8 // (16 * queries * (num_heads // num_kv_heads)), min(2 << 20, vmem // 16) * page_size // page_bytes)
+    tokens = min(
+        512,
+        vmem // 8 // (16 * queries * (num_heads // num_kv_heads)),
+        min(2 << 20, vmem // 32) * page_size // max(page_bytes, decoded_page_bytes),
+    )
     return Tiles(max(1, min(tokens // page_size, table_width)), 2, queries, _limit(vmem))
 
 

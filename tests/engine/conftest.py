@@ -22,6 +22,12 @@ def random_model(config: ModelConfig, seed: int = 0) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
+def make_model():
+    """random_model, for a test's own configuration."""
+    return random_model
+
+
+@pytest.fixture(scope="session")
 def tiny_model() -> LlamaForCausalLM:
     return random_model(TINY)
 
