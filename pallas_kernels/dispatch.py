@@ -55,9 +55,13 @@ def choose_backend(
 
 
 def _tpu_backend(num_kv_heads: int, head_dim: int, page_dtype: DTypeLike) -> str:
-    """Token-major where its rows fill a tile: head_dim the 128 lanes, and the heads of a token a 32-bit word."""
-    packing = 4 // jnp.dtype(page_dtype).itemsize
-    return "mosaic_tpu" if head_dim % 128 == 0 and num_kv_heads % packing == 0 else "mosaic_tpu_lanes"
+    """Token-major where a token's heads fill a tile of memory; not for 8 bits, whose scales for each slot lie along the lanes.
+
+    Where they do not fill it, XLA stores the pool in an order of its own, and every call of a kernel would copy it.
+    """
+    itemsize = jnp.dtype(page_dtype).itemsize
+    fill = (num_kv_heads % 8 == 0 or num_kv_heads in (1, 2, 4)) and num_kv_heads * itemsize % 4 == 0
+    return "mosaic_tpu" if head_dim % 128 == 0 and fill and itemsize > 1 else "mosaic_tpu_lanes"
 
 
 def _checked(

@@ -28,7 +28,7 @@ def decode_rows(
     slot_positions = layout.slot_positions(num_heads)
     one_row = pl.BlockSpec((1, num_heads, width), lambda i, *_: (i, 0, 0))
     whole, anywhere = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
-    per_head = [None if x is None else x.astype(jnp.float32)[:, None] for x in (options.alibi_slopes, options.sinks)]
+    per_head = [None if x is None else x[:, None] for x in softmax.per_head(options)]
     o, lse = pl.pallas_call(
         functools.partial(_kernel, layout, options, block_tables.shape[1]),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -19,6 +19,8 @@ from pallas_kernels.paged_attention.options import Options
 from pallas_kernels.paged_attention.tpu_layout import Layout
 from pallas_kernels.paged_attention.tpu_pages import Items, PageStream, make_items, stream_scratch
 
+ROWS_AT_ONCE = 256  # by the compiler's schedules for v6e: fewer push the keys into the matrix unit more often, more spill registers
+
 
 class Segments(NamedTuple):
     """Runs of tokens of one row in one tile, in order; as scalars in SMEM. Some are empty, and some tokens belong to no row."""
@@ -77,7 +79,7 @@ def prefill_rows(
     q = jnp.pad(q, ((0, num_tiles * tile_tokens - num_tokens), (0, 0), (0, 0))).reshape(-1, num_kv_heads, group, head_dim)
     q = q.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
     row_token = np.repeat(np.arange(tile_tokens, dtype=np.int32), group)[:, None]
-    per_row = [None if x is None else _per_row(x, num_kv_heads, tile_tokens) for x in (options.alibi_slopes, options.sinks)]
+    per_row = [None if x is None else _per_row(x, num_kv_heads, tile_tokens) for x in softmax.per_head(options)]
     tile = pl.BlockSpec((num_kv_heads, tile_rows, head_dim), lambda i, segments, *_: (0, segments.tile[i], 0))
     lse_tile = pl.BlockSpec((1, num_kv_heads, 1, tile_rows), lambda i, segments, *_: (segments.tile[i], 0, 0, 0))
     whole, anywhere = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
@@ -107,7 +109,7 @@ def prefill_rows(
 
 def _per_row(x: Array, num_kv_heads: int, tile_tokens: int) -> Array:
     """A value a head [H] -> one a row of the tile, [KVH, tile_tokens * G, 1]."""
-    x = x.astype(jnp.float32).reshape(num_kv_heads, 1, -1)
+    x = x.reshape(num_kv_heads, 1, -1)
     return jnp.broadcast_to(x, (num_kv_heads, tile_tokens, x.shape[2])).reshape(num_kv_heads, -1, 1)
 
 
@@ -140,12 +142,21 @@ def _kernel(
         token = row_token[...] + tile * tile_tokens
         # As seen from the block's first slot; queries that are not this segment's see nothing.
         query = jnp.where((token >= first_token) & (token < end_token), token + offset - base, -1)
+        all_seen = base + layout.page_size * layout.tiles.pages_per_block <= first_token + offset + 1
+        all_seen &= end_token - first_token == tile_tokens
+        if options.sliding_window is not None:
+            all_seen &= base > end_token - 1 + offset - options.sliding_window
 
-        def one_head(head, _):
-            slopes = None if per_row[0] is None else per_row[0][head]
-            _attend(layout, options, head, query, scales[0], q_ref, k, v, slot_scales, slopes, state)
+        def all_heads(masked):
+            def one_head(head, _):
+                slopes = None if per_row[0] is None else per_row[0][head]
+                _attend(layout, options, masked, head, query, scales[0], q_ref, k, v, slot_scales, slopes, state)
 
-        lax.fori_loop(0, num_kv_heads, one_head, None)
+            lax.fori_loop(0, num_kv_heads, one_head, None)
+
+        # Most blocks of a long prompt lie before all of the tile's queries.
+        pl.when(all_seen)(lambda: all_heads(False))
+        pl.when(jnp.logical_not(all_seen))(lambda: all_heads(True))
 
     lax.fori_loop(0, stream.num_blocks(i), one_block, None)
 
@@ -160,22 +171,28 @@ def _kernel(
         lax.fori_loop(0, num_kv_heads, one_head, None)
 
 
-def _attend(layout, options, head, query, scale, q_ref, k, v, slot_scales, slopes, state):
+def _attend(layout, options, masked, head, query, scale, q_ref, k, v, slot_scales, slopes, state):
     """One key head's queries [M, D] against one block, into the softmax state; query [M, 1] counts from the block's first slot."""
     m_ref, l_ref, o_sum_ref = state
-    q = q_ref[head]
-    scores = layout.head_scores(q, k, head)
-    if slot_scales:
-        scores *= layout.head_slot_scales(slot_scales[0], head)
-    distance = lax.broadcasted_iota(jnp.int32, scores.shape, 1) - query
-    scores = softmax.modify_scores(scores, scale, distance, slopes, options)
-    # A query outside the segment has distance > 0 everywhere.
-    mask = distance <= 0
-    if options.sliding_window is not None:
-        mask &= distance > -options.sliding_window
-    m, l, p, keep = softmax.rescale(m_ref[head], l_ref[head], jnp.where(mask, scores, softmax.MASKED))  # noqa: E741
-    m_ref[head] = m
-    l_ref[head] = l
-    if slot_scales:
-        p = jnp.where(mask, p * layout.head_slot_scales(slot_scales[1], head), 0.0)  # a scale that is not in use may be NaN
-    o_sum_ref[head] = o_sum_ref[head] * keep + layout.head_values(p.astype(q.dtype), v, head)
+    num_rows = q_ref.shape[1]
+    # In parts, because the scores of all would not stay in registers; unrolled, so that one part's products overlap another's softmax.
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        rows = pl.ds(first, min(ROWS_AT_ONCE, num_rows - first))
+        part = slice(first, first + ROWS_AT_ONCE)
+        q = q_ref[head, rows]
+        scores = layout.head_scores(q, k, head)
+        if slot_scales:
+            scores *= layout.head_slot_scales(slot_scales[0], head)
+        key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = softmax.modify_scores(scores, scale, key - query[part], None if slopes is None else slopes[part], options)
+        mask = key <= query[part]
+        if options.sliding_window is not None:
+            mask &= key > query[part] - options.sliding_window
+        if masked:
+            scores = jnp.where(mask, scores, softmax.MASKED)
+        m, l, p, keep = softmax.rescale(m_ref[head, rows], l_ref[head, rows], scores)  # noqa: E741
+        m_ref[head, rows] = m
+        l_ref[head, rows] = l
+        if slot_scales:
+            p = jnp.where(mask, p * layout.head_slot_scales(slot_scales[1], head), 0.0)  # a scale that is not in use may be NaN
+        o_sum_ref[head, rows] = o_sum_ref[head, rows] * keep + layout.head_values(p.astype(q.dtype), v, head)

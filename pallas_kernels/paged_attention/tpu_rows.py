@@ -49,7 +49,7 @@ def attend_pages(
     decoded_bytes = sum(math.prod(pool.shape[1:]) * q.dtype.itemsize for pool in pools[:2])
     score_bytes = 4 * q.shape[1] * columns_per_token
     decode_layout = make_layout(decode_tiles(page_bytes, decoded_bytes, page_size, table_width, score_bytes, vmem))
-    prefill_layout = make_layout(prefill_tiles(page_bytes, page_size, table_width, q, decode_layout.num_kv_heads, vmem))
+    prefill_layout = make_layout(prefill_tiles(page_bytes, decoded_bytes, page_size, table_width, q, decode_layout.num_kv_heads, vmem))
     rows_per_call = MAX_TABLE_ENTRIES // table_width
 
     def some_rows(first: int) -> tuple[Array, Array]:

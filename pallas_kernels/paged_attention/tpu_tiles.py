@@ -40,7 +40,9 @@ def decode_tiles(
     return Tiles(pages, max(2, min(8, ring // (pages * page_bytes))), 0, _limit(vmem))
 
 
-def prefill_tiles(page_bytes: int, page_size: int, table_width: int, q: Array, num_kv_heads: int, vmem: int) -> Tiles:
+def prefill_tiles(
+    page_bytes: int, decoded_page_bytes: int, page_size: int, table_width: int, q: Array, num_kv_heads: int, vmem: int
+) -> Tiles:
     """Up to 128 queries, which make arithmetic outweigh the fetching of keys, against blocks of up to 512 keys."""
     _, num_heads, head_dim = q.shape
     lanes = -(-head_dim // 128) * 128
@@ -48,7 +50,11 @@ def prefill_tiles(page_bytes: int, page_size: int, table_width: int, q: Array, n
     query_bytes = num_heads * (2 * 512 + 4 * lanes + 4 * q.dtype.itemsize * lanes)
     queries = next((n for n in (128, 64, 32) if n * query_bytes <= vmem * 3 // 8), 16)
     # About four float32 arrays of scores are alive at once.
-    tokens = min(512, vmem // 8 // (16 * queries * (num_heads // num_kv_heads)), min(2 << 20, vmem // 16) * page_size // page_bytes)
+    tokens = min(
+        512,
+        vmem // 8 // (16 * queries * (num_heads // num_kv_heads)),
+        min(2 << 20, vmem // 32) * page_size // max(page_bytes, decoded_page_bytes),
+    )
     return Tiles(max(1, min(tokens // page_size, table_width)), 2, queries, _limit(vmem))
 
 

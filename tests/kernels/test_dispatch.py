@@ -29,6 +29,8 @@ DEVICES = [
     ("tpu", "TPU v6 lite", {"num_kv_heads": 1}, "mosaic_tpu_lanes", "TPU v6 lite"),
     ("tpu", "TPU v6 lite", {"num_kv_heads": 2}, "mosaic_tpu", "TPU v6 lite"),
     ("tpu", "TPU v6 lite", {"num_kv_heads": 2, "page_dtype": "int8"}, "mosaic_tpu_lanes", "TPU v6 lite"),
+    ("tpu", "TPU v6 lite", {"page_dtype": "int8"}, "mosaic_tpu_lanes", "TPU v6 lite"),
+    ("tpu", "TPU v6 lite", {"num_heads": 36, "num_kv_heads": 6}, "mosaic_tpu_lanes", "TPU v6 lite"),
     ("tpu", "TPU v6 lite", {"head_dim": 64, "page_size": 16}, "xla", "page_size 16 is no multiple of 128"),
     ("tpu", "TPU v6 lite", {"page_size": 16}, "mosaic_tpu", "TPU v6 lite"),
     ("gpu", "NVIDIA H200", {"page_size": 12}, "xla", "page_size 12 is no multiple of 8"),

@@ -119,7 +119,7 @@ class TpuSuite:
 
         monkeypatch.setattr(tpu_pages.PageStream, "take", take)
         arrays = dataclasses.replace(DECODE, padding_rows=1, **self.same).build()
-        with pytest.raises(Exception, match="(?i)race"):
+        with pytest.raises(Exception, match=r"(?i)race"):
             jax.block_until_ready(self.suite("eager").attend(arrays, decode_only=True))
         pltpu.reset_tpu_interpret_mode_state()
 
