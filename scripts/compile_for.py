@@ -13,6 +13,8 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Make the GPU kernels' compiler say what it used.
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_RESOURCES"] = "1"
 
 import argparse
 import json
