@@ -25,7 +25,7 @@ def make_mesh(config: ParallelConfig) -> Mesh:
 
 
 def with_kv_heads_for(model: ModelConfig, size: int) -> ModelConfig:
-    """The model as `size` devices that share each layer hold it: with more devices than KV heads, each head's keys and values are kept by several devices.
+    """The model as `size` devices that share each layer hold it: where they are more than its KV heads, several keep the same one.
 
     Llama 3.1 70B (8 KV heads of 8 query heads each) on 16 devices becomes a model of 16 KV heads of 4, equal two by two: a device then
     still holds one KV head, and the attention of no query head needs another device. Other models come back as they are.
