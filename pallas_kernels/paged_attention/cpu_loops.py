@@ -31,10 +31,12 @@ compiled_without_nan = njit(fastmath=True, error_model="numpy")
 @compiled_without_nan
 def largest(x, count):
     """The largest of x[:count] and MASKED."""
-    top = MASKED
-    for i in range(count):
-        top = max(top, x[i])
-    return top
+    a = b = c = d = MASKED  # four chains of comparisons, as one waits for its own last result
+    for i in range(0, count - 3, 4):
+        a, b, c, d = max(a, x[i]), max(b, x[i + 1]), max(c, x[i + 2]), max(d, x[i + 3])
+    for i in range(count - count % 4, count):
+        a = max(a, x[i])
+    return max(max(a, b), max(c, d))
 
 
 @compiled
