@@ -90,7 +90,7 @@ class ModelRunner:
         width = -(-cast(int, config.scheduler.max_model_len) // page_size)
         self.layouts = {bucket: InputLayout(bucket, width, page_size) for bucket in self.buckets}
         self.sampling_layouts = {
-            variant: [SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.max_num_seqs, 2 if variant == "greedy" else 4)]
+            variant: [SamplingLayout(rows, vocab_size) for rows in sampling_rows(self.max_num_seqs, variant)]
             for variant in ("greedy", *VARIANTS)
         }
         self.programs: dict[tuple, Callable] = {}
@@ -232,9 +232,9 @@ def make_buckets(config: EngineConfig) -> list[Bucket]:
     return [Bucket(rows, rows, True) for rows in decode] + [Bucket(count, min(most_rows, count), False) for count in tokens]
 
 
-def sampling_rows(most: int, factor: int) -> list[int]:
-    """Row counts of a sampling variant's programs: the most, and its fractions down to 8."""
-    return _powers(min(8, most), most, factor)
+def sampling_rows(most: int, variant: str) -> list[int]:
+    """Row counts of a sampling variant's programs: greedy has the decode buckets', the others a program for every factor of 4."""
+    return _decode_rows(most) if variant == "greedy" else _powers(min(8, most), most, 4)
 
 
 def _decode_rows(most: int) -> list[int]:

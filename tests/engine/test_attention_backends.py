@@ -26,11 +26,12 @@ def test_the_config_knows_every_backend():
     assert ("auto", *pallas_kernels.BACKENDS) == ATTENTION_BACKENDS
 
 
-def test_auto_takes_xla_on_a_cpu_and_says_why(make_llm):
+def test_auto_on_a_cpu_takes_native_loops_in_float32_and_says_why(make_llm):
+    path, reason = attention_path("auto", LLAMA, cpu_mesh(), "float32", "float32", None)
+    assert (path.backend, path.interpret, path.mesh, reason) == ("numba", False, None, "cpu has a kernel for this shape")
+    assert "attention numba: cpu has a kernel for this shape" in make_llm().engine.ledger.lines()
     path, reason = attention_path("auto", LLAMA, cpu_mesh(), "bfloat16", "bfloat16", None)
-    assert (path.backend, path.interpret, path.mesh) == ("xla", False, None)
-    assert "cpu" in reason
-    assert any(line.startswith("attention xla: ") for line in make_llm().engine.ledger.lines())
+    assert path.backend == "xla" and "float32 queries and pages, not bfloat16" in reason
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS[3:])

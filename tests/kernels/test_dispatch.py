@@ -23,7 +23,7 @@ DEVICES = [
     ("gpu", "NVIDIA GeForce RTX 4090", {}, "xla", "Ada"),
     ("gpu", "Tesla T4", {}, "xla", "no GPU that a kernel is known for"),
     ("rocm", "AMD Instinct MI300X", {}, "xla", "MI300X"),
-    ("cpu", "cpu", {}, "xla", "cpu runs attention as XLA operations"),
+    ("cpu", "cpu", {}, "numba", "cpu has a kernel"),
     *(("tpu", kind, {}, "mosaic_tpu", kind) for kind in ("TPU v4", "TPU v5 lite", "TPU v5p", "TPU v6 lite", "TPU7x")),
     ("tpu", "TPU v6 lite", {"head_dim": 64}, "mosaic_tpu_lanes", "TPU v6 lite"),
     ("tpu", "TPU v6 lite", {"num_kv_heads": 1}, "mosaic_tpu_lanes", "TPU v6 lite"),
@@ -56,7 +56,7 @@ def test_table_of_devices(monkeypatch, platform, kind, change, backend, reason):
     assert reason in why and "\n" not in why
 
 
-@pytest.mark.parametrize(("platform", "kind"), [("gpu", "NVIDIA H200"), ("tpu", "TPU v5p")])
+@pytest.mark.parametrize(("platform", "kind"), [("gpu", "NVIDIA H200"), ("tpu", "TPU v5p"), ("cpu", "cpu")])
 def test_falls_back_where_the_kernel_refuses(monkeypatch, platform, kind):
     calls = fake_kernels(monkeypatch, "head_dim=128: expected 64")
     got, why = choose_backend(platform, kind, **LLAMA_8B)
