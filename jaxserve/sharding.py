@@ -24,13 +24,12 @@ def make_mesh(config: ParallelConfig) -> Mesh:
     return Mesh(np.array(devices[:size]).reshape(1, size), ("data", "tensor"))
 
 
-def with_kv_heads_for(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
-    """The model as the mesh holds it: with more devices than KV heads, each head's keys and values are kept by several devices.
+def with_kv_heads_for(model: ModelConfig, size: int) -> ModelConfig:
+    """The model as `size` devices that share each layer hold it: where they are more than its KV heads, several keep the same one.
 
     Llama 3.1 70B (8 KV heads of 8 query heads each) on 16 devices becomes a model of 16 KV heads of 4, equal two by two: a device then
     still holds one KV head, and the attention of no query head needs another device. Other models come back as they are.
     """
-    size = parallel.tensor_parallel_size
     if size <= model.num_kv_heads or size % model.num_kv_heads or model.num_heads % size:
         return model
     return replace(model, num_kv_heads=size)

@@ -1,4 +1,4 @@
-"""Paged-attention operations for JAX; needs jax and numpy only.
+"""Paged-attention operations for JAX; needs jax and numpy, and numba for the fast path on CPUs.
 
 Each operation is a folder with the same shape: ``api.py`` (the contract and the argument checks), ``reference.py`` (slow and
 plain) and one file per backend.
@@ -7,7 +7,7 @@ plain) and one file per backend.
 from pallas_kernels.dispatch import choose_backend
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.merge_states import merge_states
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import paged_attention, prepare
 from pallas_kernels.pool import BACKENDS, default_page_size, page_sizes, pool_axes, pool_shape, scale_shape
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "paged_attention",
     "pool_axes",
     "pool_shape",
+    "prepare",
     "scale_shape",
 ]

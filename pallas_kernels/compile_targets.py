@@ -2,7 +2,7 @@
 
 A GPU target needs the ``jax[cuda13]`` plugin, a TPU target ``libtpu``; neither needs a driver or a device. What compiles fits the chip's
 registers and on-chip memory; nothing is executed. Set ``JAX_PLATFORMS=cpu`` and, for GPUs, ``JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`` (the
-plugin's version check asks for a driver) before jax is imported.
+plugin's version check asks for a driver) before jax is imported, and REPORT_VARIABLES to 1 to learn what Mosaic GPU kernels use.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import jax
 from jax.experimental import topologies
@@ -20,6 +20,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 # Names that libtpu understands, of the smallest slice that exists.
 TPU_TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+# Make Mosaic GPU print what a kernel uses, and ptxas its registers and spills.
+REPORT_VARIABLES = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
 # Most shared memory that one block of threads of a Hopper GPU may use.
 HOPPER_SHARED_MEMORY_BYTES = 232_448
 
@@ -137,20 +139,20 @@ def compile_with_report(function: Any, arguments: tuple, target: str) -> tuple[j
     """
     if target not in GPU_TARGETS:
         raise ValueError(f"target={target!r}: expected one of {(*GPU_TARGETS,)}")
-    with _captured_compiler_output() as output:
+    with _captured_output() as output:
         compiled = function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
     output.seek(0)
     text = output.read()
-    return compiled, parse_resources(text) if "smem_scratch_bytes" in text else None
+    return compiled, parse_resources(text) if "mosaic_gpu" in (compiled.as_text() or "") else None
 
 
 def parse_resources(text: str) -> GpuResources:
-    """Read the reports of ptxas and of Mosaic, as printed under MOSAIC_GPU_DUMP_PTXAS and MOSAIC_GPU_DUMP_RESOURCES."""
+    """Read the reports of ptxas and of Mosaic, as printed under REPORT_VARIABLES."""
     kernels = re.findall(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", text, re.DOTALL)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
     shared = re.findall(r"smem_scratch_bytes=(\d+)", text)
     if not kernels or not spills or not shared:
-        raise RuntimeError(f"no Mosaic GPU kernel was compiled, or its report has another form than expected: {text[:500]!r}")
+        raise RuntimeError(f"no report of a Mosaic GPU kernel in {text[:500]!r}; set {' and '.join(REPORT_VARIABLES)} to 1 before")
     registers: dict[str, int] = {}
     for name, count in kernels:
         registers[name] = max(int(count), registers.get(name, 0))
@@ -158,16 +160,13 @@ def parse_resources(text: str) -> GpuResources:
 
 
 @contextmanager
-def _captured_compiler_output() -> Iterator:
-    """Collect what ptxas reports; Mosaic prints it from C++, so file descriptors are redirected, not sys.stdout."""
-    names = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
-    before = {name: os.environ.get(name) for name in names}
+def _captured_output() -> Iterator[IO[str]]:
+    """Collect what the process prints; the compiler prints from C++, so file descriptors are redirected, not sys.stdout."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
     output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read by the caller after the redirection has ended
     try:
-        os.environ.update({name: "1" for name in names})
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         yield output
@@ -177,5 +176,3 @@ def _captured_compiler_output() -> Iterator:
         for number, copy in zip((1, 2), saved, strict=True):
             os.dup2(copy, number)
             os.close(copy)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -43,6 +43,8 @@ def choose_backend(
     heads = (num_heads, num_kv_heads, head_dim)
     if platform == "tpu":
         return _checked(_tpu_backend(num_kv_heads, head_dim, page_dtype), device_kind, heads, dtype, page_dtype, page_size)
+    if platform == "cpu":
+        return _checked("numba", device_kind, heads, dtype, page_dtype, page_size)
     if platform not in ("gpu", "cuda", "rocm"):
         return "xla", f"{device_kind or platform} runs attention as XLA operations; there is no kernel for it"
     if not _HOPPER.search(device_kind):

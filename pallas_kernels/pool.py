@@ -2,11 +2,11 @@
 
 from jax import Array
 
-BACKENDS = ("xla", "reference", "mosaic_gpu", "mosaic_tpu", "mosaic_tpu_lanes")
+BACKENDS = ("xla", "numba", "reference", "mosaic_gpu", "mosaic_tpu", "mosaic_tpu_lanes")
 _LANE_MAJOR = ("mosaic_tpu_lanes",)
 # A page is a whole number of the tiles that the backend moves: 8 rows of a TMA or TPU tile, or the 128 lanes of a TPU register.
-_PAGE_SIZE_MULTIPLE = {"xla": 1, "reference": 1, "mosaic_gpu": 8, "mosaic_tpu": 8, "mosaic_tpu_lanes": 128}
-_DEFAULT_PAGE_SIZE = {"xla": 16, "reference": 16, "mosaic_gpu": 16, "mosaic_tpu": 128, "mosaic_tpu_lanes": 128}
+_PAGE_SIZE_MULTIPLE = {"xla": 1, "numba": 1, "reference": 1, "mosaic_gpu": 8, "mosaic_tpu": 8, "mosaic_tpu_lanes": 128}
+_DEFAULT_PAGE_SIZE = {"xla": 16, "numba": 16, "reference": 16, "mosaic_gpu": 16, "mosaic_tpu": 128, "mosaic_tpu_lanes": 128}
 
 
 def pool_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, backend: str = "xla") -> tuple[int, ...]:

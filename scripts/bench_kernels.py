@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ def make_arrays(case: Case, page_size: int, num_layers: int) -> tuple[jax.Array,
     return q, pools, [jnp.asarray(x) for x in metadata]
 
 
-def ours(backend: str) -> Callable:
+def ours(backend: str) -> tuple[Callable, Callable]:
     """This package's attention with the signature of the peers in bench_peers."""
 
     def prepare(case: Case, pools: list[tuple]) -> list[tuple]:
@@ -207,7 +208,7 @@ def main() -> None:
     done = {(x["case"], x["implementation"]) for x in stored["results"]}
     began = time.monotonic()
     for case in tqdm([case for case in cases(chip.platform == "cpu") if args.match in case.name], unit="case"):
-        heads = {"num_heads": case.heads, "num_kv_heads": case.kv_heads, "head_dim": case.head_dim}
+        heads: dict[str, Any] = {"num_heads": case.heads, "num_kv_heads": case.kv_heads, "head_dim": case.head_dim}
         best, _ = choose_backend(chip.platform, chip.device_kind, **heads, dtype=case.dtype, page_dtype=case.page_dtype)
         implementations = {name: ours(name) for name in dict.fromkeys((best, "xla"))} | PEERS.get(chip.platform, {})
         for name, (prepare, attend) in implementations.items():

@@ -13,6 +13,8 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Make the GPU kernels' compiler say what it used.
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_RESOURCES"] = "1"
 
 import argparse
 import json
@@ -20,6 +22,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -78,7 +81,7 @@ def compile_program(target: str, program: Program, mesh: Mesh) -> Line:
         return line
     finally:
         line.seconds = round(time.perf_counter() - start, 2)
-    hlo, memory = compiled.as_text() or "", compiled.memory_analysis()
+    hlo, memory = compiled.as_text() or "", cast(Any, compiled.memory_analysis())
     line.vmem_bytes, line.argument_bytes, line.temp_bytes = vmem_bytes(hlo), memory.argument_size_in_bytes, memory.temp_size_in_bytes
     line.collectives = ", ".join(f"{count} {kind}" for kind, count in collectives(hlo).items())
     copies = pool_copies(hlo, program.pool_dims)

@@ -47,7 +47,7 @@ class Program:
     pool_bytes: int = 0  # of one chip; to be found donated
 
 
-def kernel_programs(device: jax.Device) -> Iterator[tuple[str, Program | str]]:
+def kernel_programs(device: Any) -> Iterator[tuple[str, Program | str]]:
     """(name, program, or why the backend refuses the shape) of every kernel that the device's platform has."""
     mesh = Mesh(np.array([device]), ("x",))
     for backend in _backends(device):
@@ -62,7 +62,7 @@ def kernel_programs(device: jax.Device) -> Iterator[tuple[str, Program | str]]:
                 yield name, _write(backend, head_dim, page_dtype, kv_heads, name, mesh)
 
 
-def _backends(device: jax.Device) -> tuple[str, ...]:
+def _backends(device: Any) -> tuple[str, ...]:
     if device.platform == "tpu":
         return "mosaic_tpu", "mosaic_tpu_lanes"
     heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "page_dtype": "bfloat16"}
@@ -76,7 +76,8 @@ def _attention(backend, head_dim, page_dtype, kv_heads, group, kind, options, na
     q, pool = array((tokens, heads, head_dim), jnp.bfloat16), array(pool_shape(pages, page_size, kv_heads, head_dim, backend), page_dtype)
     width = 4096 // page_size
     metadata = [array(shape, jnp.int32) for shape in ((rows, width), (rows,), (rows + 1,), (2,))]
-    given, fixed = {}, {}
+    given: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     if options != "plain":
         given, fixed = {key: array((heads,), jnp.float32) for key in ("alibi_slopes", "sinks")}, {"sliding_window": 1000, "soft_cap": 30.0}
     if page_dtype != "bfloat16":
@@ -108,7 +109,7 @@ def _write(backend, head_dim, page_dtype, kv_heads, name, mesh) -> Program | str
 
     def call(pools, k, v, slots):
         scales = dict(zip(("k_scales", "v_scales"), pools[2:], strict=False))
-        return kv_write(*pools[:2], k, v, slots, backend=backend, **scales)
+        return kv_write(pools[0], pools[1], k, v, slots, backend=backend, **scales)
 
     size = 2 * int(np.prod(pool.shape)) * pool.dtype.itemsize
     return Program(name, call, (tuple(pools), new, new, slots), (0,), None, (pages, pages * page_size), size)
@@ -128,7 +129,7 @@ def step_programs(model_name: str, devices: list, memory_bytes: int, layers: int
         token_buckets=(2048,),
         tensor_parallel_size=chips,
     )
-    model = with_kv_heads_for(model, config.parallel)
+    model = with_kv_heads_for(model, chips)
     path, _ = attention_path("auto", model, mesh, "bfloat16", "bfloat16", None)
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, page_size=path.page_size))
     runner = ModelRunner(config, LlamaForCausalLM(model, "bfloat16"), model, mesh, "bfloat16", "bfloat16", path)

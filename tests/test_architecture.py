@@ -33,6 +33,7 @@ LEVELS = (
 )
 HOST_TYPES = LEVELS[0]
 HOST_LOGIC = ("jaxserve.engine.page_manager", "jaxserve.engine.scheduler")
+NATIVE_LOOPS = {"pallas_kernels/native.py", "pallas_kernels/paged_attention/cpu_loops.py"}  # imported on CPUs alone
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "orbax", "pallas_kernels"}
 DEVICE_CALLS = {"jit", "pjit", "pmap", "device_put", "device_get"}
 KERNEL_USERS = {"jaxserve/layers/attention.py", "jaxserve/kv_cache.py"}
@@ -98,8 +99,9 @@ def kernels_stand_alone(files: Sources) -> Iterator[str]:
     allowed = {*sys.stdlib_module_names, "jax", "numpy", "pallas_kernels"}
     for path, source in files.items():
         if path.startswith("pallas_kernels/"):
+            compiler = {"numba", "llvmlite"} if path in NATIVE_LOOPS else set()
             for line, name in imports(path, source):
-                if name.split(".")[0] not in allowed:
+                if name.split(".")[0] not in allowed | compiler:
                     yield f"{path}:{line} imports {name}; pallas_kernels imports jax, numpy and the standard library"
 
 

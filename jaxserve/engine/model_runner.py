@@ -103,7 +103,7 @@ class ModelRunner:
         """Allocate a pool of num_pages and build every program; afterwards nothing compiles any more. Returns what it cost."""
         start = time.perf_counter()
         pool = self.abstract_pool(num_pages)
-        jobs = [*self.forward_jobs(pool), *self._other_jobs()]
+        jobs = [*self._other_jobs(), *self.forward_jobs(pool)]  # those with attention last: its native loops may still compile
         bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
         with ThreadPoolExecutor(max_workers=2) as threads:
             for key, program, seconds in threads.map(_compile, jobs):

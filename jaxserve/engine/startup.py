@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.kv_cache import page_bytes
-from jaxserve.layers.attention import AttentionPath, attention_path
+from jaxserve.layers.attention import AttentionPath, attention_path, prepare_in_background
 from jaxserve.layers.linear import Linear
 from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.sharding import check_divisible, make_mesh
@@ -92,6 +92,7 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     if platform == "cpu":
         model = with_own_head(model)
     path, reason = attention_path(config.attention_backend, model_config, mesh, dtype, kv_dtype, config.cache.page_size)
+    prepare_in_background(path)
     if config.load.generation_config == "none":
         defaults = {}
     return Loaded(model, model_config, _in_background(tokenizer, source), defaults, mesh, dtype, kv_dtype, path, reason)

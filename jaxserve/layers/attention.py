@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,7 +18,7 @@ from jaxserve.layers.linear import Linear
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.rope import apply_rope
 
-KERNEL_PLATFORMS = {"mosaic_gpu": ("gpu", "cuda"), "mosaic_tpu": ("tpu",), "mosaic_tpu_lanes": ("tpu",)}
+KERNEL_PLATFORMS = {"numba": ("cpu",), "mosaic_gpu": ("gpu", "cuda"), "mosaic_tpu": ("tpu",), "mosaic_tpu_lanes": ("tpu",)}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ def attention_path(wanted: str, model: ModelConfig, mesh: Mesh, dtype, kv_dtype,
     if interpret:
         reason = f"{reason}; interpreted on the CPU, which is slow and only good for tests"
     return AttentionPath(wanted, interpret, mesh if shards > 1 else None), reason
+
+
+def prepare_in_background(path: AttentionPath) -> None:
+    """Start what the backend's first call would wait for, native loops to be compiled on a CPU, while other programs compile."""
+    threading.Thread(target=pallas_kernels.prepare, args=(path.backend,)).start()
 
 
 @jax.tree_util.register_dataclass

@@ -65,7 +65,7 @@ def load_model(config: EngineConfig, mesh: Mesh, dtype: jax.typing.DTypeLike, pr
         generation, tokenizer = read_generation_config(path), str(own if own.exists() else path)
     else:
         checkpoint = open_checkpoint(path)
-        checkpoint = checkpoint.with_kv_heads(with_kv_heads_for(checkpoint.config, config.parallel).num_kv_heads)
+        checkpoint = checkpoint.with_kv_heads(with_kv_heads_for(checkpoint.config, mesh.shape["tensor"]).num_kv_heads)
         model_config, generation, tokenizer = checkpoint.config, checkpoint.generation_config, checkpoint.tokenizer_source
         module = model_class(model_config.architecture)(model_config, dtype)
         fill_module(module, checkpoint, mesh, progress)

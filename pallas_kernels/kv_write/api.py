@@ -1,6 +1,7 @@
 """The contract of kv_write, its argument checks and the way to the backend."""
 
 import importlib
+from typing import cast
 
 import jax.numpy as jnp
 from jax import Array
@@ -47,7 +48,8 @@ def kv_write(
         return _write(k_pages, v_pages, k, v, slot_mapping, backend, interpret)
     _check_scales(k_pages, k_scales, v_scales, backend)
     (k, new_k_scales), (v, new_v_scales) = quantize(k, k_pages.dtype), quantize(v, v_pages.dtype)
-    scales = (scatter(pool, new, slot_mapping) for pool, new in ((k_scales, new_k_scales), (v_scales, new_v_scales)))
+    pools = cast(tuple[Array, Array], (k_scales, v_scales))  # checked above
+    scales = (scatter(pool, new, slot_mapping) for pool, new in zip(pools, (new_k_scales, new_v_scales), strict=True))
     return (*_write(k_pages, v_pages, k, v, slot_mapping, backend, interpret), *scales)
 
 

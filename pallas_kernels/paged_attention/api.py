@@ -13,7 +13,7 @@ from pallas_kernels.pool import check_backend, page_size_multiple, page_sizes, p
 
 _PLAIN = {"xla": paged_attention_xla, "reference": paged_attention_reference}
 # Imported when first asked for: Pallas takes a second to import, and a platform's kernels may need a newer JAX than the rest does.
-_KERNELS = {"mosaic_gpu": "gpu", "mosaic_tpu": "tpu", "mosaic_tpu_lanes": "tpu_lanes"}
+_KERNELS = {"numba": "cpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu", "mosaic_tpu_lanes": "tpu_lanes"}
 
 
 def paged_attention(
@@ -63,7 +63,7 @@ def paged_attention(
             each slot and head, as :func:`pallas_kernels.kv_write` makes them; then both are given.
         return_lse: also return the natural log of the softmax denominator (sinks included), -inf where nothing is attended to.
         backend: static; one of :data:`pallas_kernels.BACKENDS`; :func:`pallas_kernels.choose_backend` knows the best for a device.
-        interpret: static; run a Pallas backend's kernel in its interpreter, on a CPU. Changes nothing for "xla" and "reference".
+        interpret: static; run a Pallas backend's kernel in its interpreter, on a CPU. Changes nothing for "xla", "numba" and "reference".
 
     Returns o [T, H, D] in q's dtype, and with return_lse (o, lse float32 [T, H]). Softmax is in float32.
 
@@ -77,7 +77,7 @@ def paged_attention(
     _check_options(options, q.shape[1], page_sizes(k_pages.shape, backend))
     arrays = (q, k_pages, v_pages, block_tables, seq_lens, query_start_loc, distribution)
     if backend == "xla" and options.slot_scales:
-        raise ValueError(f"k_scale.shape={jnp.shape(k_scale)}: a scale for each slot is not there in backend 'xla' yet; use 'reference'")
+        raise ValueError("k_scale, v_scale: a scale for each slot is not there in backend 'xla' yet; use 'reference'")
     if backend in _PLAIN:
         o, lse = _PLAIN[backend](*arrays, options, decode_only=decode_only)
     else:
@@ -89,8 +89,14 @@ def paged_attention(
     return (o, lse) if return_lse else o
 
 
+def prepare(backend: str) -> None:
+    """Do now what the first call of ``backend`` would do once a process: numba compiles its loops, for some seconds without its cache."""
+    if backend == "numba":
+        kernel_module(backend).register()
+
+
 def kernel_module(backend: str) -> ModuleType:
-    """The module that has ``attend`` and ``unsupported`` of a Pallas backend."""
+    """The module that has ``attend`` and ``unsupported`` of a backend that can't take every call."""
     return importlib.import_module(f"pallas_kernels.paged_attention.{_KERNELS[backend]}")
 
 

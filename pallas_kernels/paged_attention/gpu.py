@@ -85,7 +85,8 @@ def _attend(q, pages, block_tables, seq_lens, query_start_loc, distribution, opt
 
 def _split_options(options: Options, num_kv_heads: int, group: int, repeats: int) -> tuple[Any, dict[str, Array]]:
     """Return (the factor on q . k, what the kernels take as optional arrays), a KV head's slopes and sinks ``repeats`` times over."""
-    factor, optional = options.sm_scale, {}
+    factor: Any = options.sm_scale
+    optional: dict[str, Any] = {}
     if options.slot_scales:
         optional = {"k_scale": options.k_scale, "v_scale": options.v_scale}
     elif options.k_scale is not None:
@@ -107,7 +108,9 @@ def _warpgroups(head_dim: int, q_dtype, pages_dtype, optional) -> int:
     return 1 if head_dim > (96 if casts else 128) else 2
 
 
-def _decode(q: Array, pages, block_tables: Array, seq_lens: Array, options: Options, fixed_splits: bool, params) -> tuple[Array, Array]:
+def _decode(
+    q: Array, pages: tuple[Array, Array], block_tables: Array, seq_lens: Array, options: Options, fixed_splits: bool, params
+) -> tuple[Array, Array]:
     """Rows of one query: q [R, H, D] -> (o [R, H, D], lse [R, H])."""
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = pages[0].shape[1:3]
@@ -186,7 +189,9 @@ def combine(o: Array, lse: Array, first_slot: Array, num_slots: Array, most: int
     return jnp.where(m > MASKED, m / LOG2E, MASKED), weight.sum((1, 2)), o
 
 
-def _prefill(q, pages, block_tables, seq_lens, query_start_loc, distribution, row, options: Options, params) -> tuple[Array, Array]:
+def _prefill(
+    q, pages: tuple[Array, Array], block_tables, seq_lens, query_start_loc, distribution, row, options: Options, params
+) -> tuple[Array, Array]:
     """Rows distribution[0] .. distribution[1] - 1; ``row`` int32 [T] of each token -> (o [T, H, D], lse [T, H]), junk for other tokens."""
     num_tokens, num_heads, head_dim = q.shape
     num_rows = block_tables.shape[0]

@@ -5,6 +5,7 @@ where an interpreted kernel differs from a compiled one.
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -25,10 +26,11 @@ def swizzle_bytes(*columns_and_dtypes: tuple[int, jnp.dtype]) -> int:
 def shared(shape: tuple[int, ...], dtype, swizzle: int):
     """A shared-memory buffer in the tiled, swizzled layout that TMA writes and wgmma reads."""
     tile = 8, swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
+    transforms = plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def matmul(start: Array | None, a, b, *, transpose_b: bool, interpret: bool) -> Array:
+def matmul(start: Array | None, a, b, *, transpose_b: bool, interpret: bool) -> Any:
     """start + a @ b (b transposed if asked) in float32; a [64, K] and b are references to shared memory."""
     if interpret:
         dimensions = (((1,), (1 if transpose_b else 0,)), ((), ()))
@@ -38,16 +40,16 @@ def matmul(start: Array | None, a, b, *, transpose_b: bool, interpret: bool) -> 
         return product if start is None else start + product
     b = b.transpose((1, 0)) if transpose_b else b
     if start is not None:
-        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(start))
+        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.WGMMAAccumulatorRef.init(start))
 
     def from_zero(accumulator):
         plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(from_zero, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(from_zero, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def rows_of(column: Array, shape: tuple[int, int]) -> Array:
+def rows_of(column: Array, shape: tuple[int, ...]) -> Array:
     """Repeat [M] along the columns of ``shape`` [M, N]."""
     return lax.broadcast_in_dim(column, shape, [0])
 

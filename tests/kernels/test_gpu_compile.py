@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.compile_targets import HOPPER_SHARED_MEMORY_BYTES, parse_resources
+from pallas_kernels.compile_targets import HOPPER_SHARED_MEMORY_BYTES, REPORT_VARIABLES, parse_resources
 
 ROOT = Path(__file__).parents[2]
 PLAIN = [("bfloat16", "bfloat16", d, False) for d in (64, 80, 96, 128, 256)]
@@ -51,6 +51,7 @@ def compile_case(target, dtype, page_dtype, head_dim, all_options):
 
 def compile_in_a_process(target, cases):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": str(ROOT)}
+    environment |= dict.fromkeys(REPORT_VARIABLES, "1")
     command = [sys.executable, __file__, target, json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -83,7 +84,7 @@ ptxas info    : Used 168 registers, used 16 barriers, 17 bytes smem
 """
     used = parse_resources(text)
     assert (used.registers, used.spill_bytes, used.shared_memory_bytes) == ({"a_kernel": 168}, 1228, 1000)
-    with pytest.raises(RuntimeError, match="no Mosaic GPU kernel"):
+    with pytest.raises(RuntimeError, match="no report of a Mosaic GPU kernel"):
         parse_resources("nothing")
 
 

@@ -1,5 +1,7 @@
 """paged_attention: the reference against float64 dense attention, the XLA path against the reference; refusals."""
 
+import concurrent.futures
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -40,6 +42,28 @@ class TestXla(AttentionSuite):
         arrays = DECODE[6].build()
         for got, want in zip(self.attend(arrays, decode_only=True), self.attend(arrays), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-6, rtol=0)
+
+
+class TestNumba(AttentionSuite):
+    """The native loops against the reference: float32 alone."""
+
+    backend = "numba"
+
+    @pytest.mark.parametrize("case", matrix(dtypes=[("float32", "float32")], feature=XLA_FEATURES), ids=lambda case: case.plain_name)
+    def test_matrix(self, case):
+        self.check(case)
+
+    def test_bfloat16(self):
+        with pytest.raises(ValueError, match="float32 queries and pages, not bfloat16.*backend 'xla' can"):
+            self.check(dataclasses.replace(DECODE[1], dtype="bfloat16"))
+
+    def test_calls_side_by_side(self):
+        calls = [case.build(seed) for seed, case in enumerate([DECODE[6], MIXED[0]] * 4)]
+        alone = [self.attend(arrays)[0] for arrays in calls]
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            for _ in range(20):
+                for got, want in zip(threads.map(lambda arrays: self.attend(arrays)[0], calls), alone, strict=True):
+                    np.testing.assert_array_equal(got, want)
 
 
 def test_the_matrix_is_pairwise_and_the_same_each_time():

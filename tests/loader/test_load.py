@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from checkpoints import CONFIG, gguf_tensors, metadata, tensors, write_gguf, write_hf
 
+from jaxserve import LLM
 from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, RopeConfig
 from jaxserve.loader import convert, load_model, load_model_config
 from jaxserve.models.llama import LlamaForCausalLM
@@ -225,3 +226,19 @@ def test_random_initialisation(tmp_path):
         else:
             assert not jnp.array_equal(value, other[path])
             assert 0.015 < float(jnp.std(value.astype(jnp.float32))) < 0.025
+
+
+@pytest.mark.parametrize("source", ["hf", "gguf"])
+def test_more_devices_than_kv_heads_keep_each_head_several_times(tmp_path, source):
+    path = write_hf(tmp_path / "hf", CONFIG, tensors(CONFIG))
+    if source == "gguf":
+        path = write_gguf(tmp_path / "m.gguf", metadata(CONFIG), gguf_tensors(CONFIG, tensors(CONFIG), True))
+    scores = []
+    for size in (1, 4):
+        loaded = load(path, size=size)
+        assert loaded.model_config.num_kv_heads == {1: 2, 4: 4}[size]
+        options = {"tensor_parallel_size": size, "max_num_seqs": 4, "compilation_cache_dir": "none"}
+        llm = LLM(loaded.module, config=loaded.model_config, progress=False, **options)
+        (score,) = llm.score([[5, 80, 3, 41, 17, 2, 66, 9, 30]], use_tqdm=False)
+        scores.append(score.logprobs)
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-5)
