@@ -22,7 +22,7 @@ def write(
     *,
     backend: str,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Return the pools with every token of non-negative slot written; see :func:`pallas_kernels.kv_write` for the contract."""
     interpret = pltpu.InterpretParams() if interpret is True else interpret
     pools, new = (k_pages, v_pages), (k.astype(k_pages.dtype), v.astype(v_pages.dtype))

@@ -48,7 +48,7 @@ def make_plan(slots: Array, step_tokens: int) -> tuple[Array, Plan]:
     return order, Plan(slots, run, jnp.append(first_token, count), first_visit)
 
 
-def write_lanes(pools: tuple[Array, Array], new: tuple[Array, Array], slots: Array, interpret) -> tuple[Array, Array]:
+def write_lanes(pools: tuple[Array, ...], new: tuple[Array, ...], slots: Array, interpret) -> tuple[Array, ...]:
     """pools [P, KVH, D, page_size], new [T, KVH, D] of the pools' dtype -> the pools, in place."""
     _, num_kv_heads, head_dim, _ = pools[0].shape
     num_tokens = slots.shape[0]

@@ -49,7 +49,7 @@ class LaneMajor:
         return self._over_pages(lambda j: softmax.matmul(q, self._page(k, j, q.dtype), (1, 0)))
 
     def values(self, p, v):
-        return sum(softmax.matmul(self._columns(p, j), self._page(v, j, p.dtype), (1, 1)) for j in range(self.tiles.pages_per_block))
+        return self._sum_pages(lambda j: softmax.matmul(self._columns(p, j), self._page(v, j, p.dtype), (1, 1)))
 
     def _page(self, block, j, dtype):
         return block[j].astype(dtype).reshape(-1, self.page_size)
@@ -57,14 +57,19 @@ class LaneMajor:
     def _over_pages(self, scores_of):
         return jnp.concatenate([scores_of(j) for j in range(self.tiles.pages_per_block)], axis=1)
 
+    def _sum_pages(self, values_of):
+        return functools.reduce(jnp.add, [values_of(j) for j in range(self.tiles.pages_per_block)])
+
     def _columns(self, p, j):
         return p[:, j * self.page_size : (j + 1) * self.page_size]
 
     def slot_scales(self, scales, num_heads):
+        """A block of scales [pages_per_block, KVH, page_size] -> float32 [H, N], one for each score of decode."""
         heads = jnp.concatenate([scales[j] for j in range(self.tiles.pages_per_block)], axis=1)
         return jnp.repeat(heads, num_heads // self.num_kv_heads, axis=0)
 
     def head_slot_scales(self, scales, head):
+        """The same block -> the scales of one head, float32 [1, N], for prefill."""
         return jnp.concatenate([scales[j, pl.ds(head, 1)] for j in range(self.tiles.pages_per_block)], axis=1)
 
     def zero_outside(self, v, first, end):
@@ -84,7 +89,7 @@ class LaneMajor:
         return self._over_pages(lambda j: softmax.matmul(q, k[j, head].astype(q.dtype), (1, 0)))
 
     def head_values(self, p, v, head):
-        return sum(softmax.matmul(self._columns(p, j), v[j, head].astype(p.dtype), (1, 1)) for j in range(self.tiles.pages_per_block))
+        return self._sum_pages(lambda j: softmax.matmul(self._columns(p, j), v[j, head].astype(p.dtype), (1, 1)))
 
 
 def attend(

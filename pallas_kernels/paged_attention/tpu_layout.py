@@ -49,10 +49,6 @@ class Layout(Protocol):
         """Weights [H, N] . block of values -> float32 [H, W]."""
         ...
 
-    def slot_scales(self, scales: jax.Ref, num_heads: int) -> Array:
-        """A block of scales -> float32 [H, N]; only where ``unsupported`` lets scales for each slot pass."""
-        ...
-
     def zero_outside(self, v: jax.Ref, first: Array | int, end: Array | int) -> None:
         """Make the slots outside positions [first, end) of the block 0: they may hold NaN, and 0 * NaN is NaN."""
         ...
@@ -71,8 +67,4 @@ class Layout(Protocol):
 
     def head_values(self, p: Array, v: jax.Ref, head: Array) -> Array:
         """Weights [M, pages_per_block * page_size] . the values of one head -> float32 [M, D]."""
-        ...
-
-    def head_slot_scales(self, scales: jax.Ref, head: Array) -> Array:
-        """A block of scales -> those of one head, float32 [1, pages_per_block * page_size]."""
         ...

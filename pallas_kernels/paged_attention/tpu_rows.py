@@ -64,11 +64,11 @@ def attend_pages(
         is_decode = jnp.arange(end - first, dtype=jnp.int32) < counts[0]
         row_q = jnp.pad(q[tokens], ((0, end - first - q[tokens].shape[0]), (0, 0), (0, 0)))
         new = decode_rows(decode_layout, row_q, pools, tables, jnp.where(is_decode, lens, 0), options, interpret)
-        return tuple(_put(x, y, is_decode, tokens) for x, y in zip((o, lse), new, strict=True))
+        return _put(o, new[0], is_decode, tokens), _put(lse, new[1], is_decode, tokens)
 
     parts = [some_rows(first) for first in range(0, num_rows, rows_per_call)]
     if decode_only:
-        return tuple(jnp.concatenate(x) for x in zip(*parts, strict=True))
+        return jnp.concatenate([o for o, _ in parts]), jnp.concatenate([lse for _, lse in parts])
     # Each part is 0 or -inf at the tokens of the others.
     o, lse = parts[0]
     for part_o, part_lse in parts[1:]:

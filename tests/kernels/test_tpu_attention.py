@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_suite import AttentionSuite, dense_float64
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 from matrix import FEATURES, Case, matrix
 
@@ -37,6 +38,17 @@ WINDOWS = {
         "v_scale": np.float32(3.0),
     },
 }
+
+
+def races_found():
+    """Whether the interpreter's last kernel had a race."""
+    return interpreter.races is not None and interpreter.races.races_found
+
+
+@pytest.fixture(autouse=True)
+def no_race():
+    yield
+    assert not races_found()
 
 
 def alternate(cases):
@@ -119,9 +131,14 @@ class TpuSuite:
 
         monkeypatch.setattr(tpu_pages.PageStream, "take", take)
         arrays = dataclasses.replace(DECODE, padding_rows=1, **self.same).build()
-        with pytest.raises(Exception, match=r"(?i)race"):
+        message = ""
+        try:
             jax.block_until_ready(self.suite("eager").attend(arrays, decode_only=True))
+        except jax.errors.JaxRuntimeError as error:  # JAX 0.10 only takes note of a race
+            message = str(error)
+        found = races_found()
         pltpu.reset_tpu_interpret_mode_state()
+        assert found or "race" in message.lower()
 
 
 class TestTokenMajor(TpuSuite):
