@@ -78,7 +78,8 @@ def greedy(model, **options):
     return [output.outputs[0] for output in outputs]
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_loop": "unrolled"}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"layer_loop": "unrolled", "tensor_parallel_size": 2}], ids=str)
 @pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_tpu_lanes"])
 def test_interpreted_kernels_give_the_same_tokens(wide_model, backend, options):
     expected = greedy(wide_model, attention_backend="reference")
@@ -86,6 +87,7 @@ def test_interpreted_kernels_give_the_same_tokens(wide_model, backend, options):
         assert got.token_ids == want.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11), reason="the Hopper kernels need JAX 0.11, that is Python 3.12"
 )
