@@ -110,9 +110,7 @@ def topology(target: str) -> topologies.TopologyDescription:
         return topologies.get_topology_desc(platform="tpu", topology_name=TPU_TOPOLOGIES[target])
     if target not in GPU_TARGETS:
         raise ValueError(f"target={target!r}: expected one of {(*GPU_TARGETS, *TPU_TOPOLOGIES)}")
-    return topologies.get_topology_desc(
-        topology_name="", platform="cuda", topology="1x1x1", target_config=GPU_TARGETS[target].config
-    )
+    return topologies.get_topology_desc(topology_name="", platform="cuda", topology="1x1x1", target_config=GPU_TARGETS[target].config)
 
 
 def hopper_mesh(target: str = "h100") -> AbstractMesh:

@@ -110,9 +110,7 @@ def attend_tiles(
 
 def _scratch(shape: Shape, dtype, pages, optional) -> dict:
     swizzle = tiles.swizzle_bytes((shape.head_dim, dtype), (shape.block, dtype))
-    ring = tiles.ring(
-        shape.stages, shape.warpgroups, shape.block, shape.page_size, pages.shape, pages.dtype, dtype, swizzle, optional
-    )
+    ring = tiles.ring(shape.stages, shape.warpgroups, shape.block, shape.page_size, pages.shape, pages.dtype, dtype, swizzle, optional)
     if pages.dtype != dtype or "k_scale" in optional or "v_scale" in optional:
         ring["cast"] = tiles.shared((shape.warpgroups, shape.block, shape.head_dim), dtype, swizzle)
     return ring | {

@@ -54,7 +54,7 @@ class TestNumba(AttentionSuite):
         self.check(case)
 
     def test_bfloat16(self):
-        with pytest.raises(ValueError, match="float32 queries and pages, not bfloat16.*backend 'xla' can"):
+        with pytest.raises(ValueError, match=r"float32 queries and pages, not bfloat16.*backend 'xla' can"):
             self.check(dataclasses.replace(DECODE[1], dtype="bfloat16"))
 
     def test_calls_side_by_side(self):
