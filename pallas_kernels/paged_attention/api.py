@@ -76,8 +76,6 @@ def paged_attention(
     options = Options(sm_scale, sliding_window, soft_cap, alibi_slopes, sinks, k_scale, v_scale)
     _check_options(options, q.shape[1], page_sizes(k_pages.shape, backend))
     arrays = (q, k_pages, v_pages, block_tables, seq_lens, query_start_loc, distribution)
-    if backend == "xla" and options.slot_scales:
-        raise ValueError("k_scale, v_scale: a scale for each slot is not there in backend 'xla' yet; use 'reference'")
     if backend in _PLAIN:
         o, lse = _PLAIN[backend](*arrays, options, decode_only=decode_only)
     else:
