@@ -10,14 +10,6 @@ from typing import Any, cast
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # "auto", and pallas_kernels.BACKENDS
 ATTENTION_BACKENDS = ("auto", "xla", "numba", "reference", "mosaic_gpu", "mosaic_tpu", "mosaic_tpu_lanes")
-    "auto",
-    "xla",
-    "numba",
-    "reference",
-    "mosaic_gpu",
-    "mosaic_tpu",
-    "mosaic_tpu_lanes",
-)  # the rest is pallas_kernels.BACKENDS
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
