@@ -185,10 +185,10 @@ def main() -> int:
     parser.add_argument(
         "--layer-loop", choices=("auto", "rolled", "unrolled"), default="auto", help="as the engine's option; rolled compiles faster"
     )
-    parser.add_argument("--quick", action="store_true", help="a few shapes of the kernels, and two layers of the models")
+    parser.add_argument("--quick", action="store_true", help="a few shapes of the kernels, and one layer of the models")
     parser.add_argument("--json", type=Path, help="also write the lines to this file")
     args = parser.parse_args()
-    layers = 2 if args.quick and args.layers is None else args.layers
+    layers = 1 if args.quick and args.layers is None else args.layers
     lines: list[Line] = []
     with tqdm(unit="program", file=sys.stderr) as bar:
         for target in args.targets:
