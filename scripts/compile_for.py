@@ -2,7 +2,8 @@
 
 Nothing is executed: a line says that the program compiles for the chip, what it needs of registers or VMEM and of memory, and whether it
 updates the page pools in place. The status is 1 when a program does not compile, spills registers, copies a pool or leaves it undonated.
-A model that is too large for the chip is reported, and is no failure. Needs the compilers: `jaxserve[tpu]`, `jaxserve[cuda13]`.
+A model that is too large for the chip and a copy that is a known limit are reported, and are no failures.
+Needs the compilers: `jaxserve[tpu]`, `jaxserve[cuda13]`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # Make the GPU kernels' compiler say what it used.
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_RESOURCES"] = "1"
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -51,7 +58,7 @@ class Line:
 
     target: str
     program: str
-    status: str = "ok"  # "ok", "refused", "too large", or what failed
+    status: str = "ok"  # "ok", "refused", "known limit", "too large", "left out", or what failed
     reason: str = ""
     seconds: float = 0.0
     registers: int | None = None
@@ -85,7 +92,9 @@ def compile_program(target: str, program: Program, mesh: Mesh) -> Line:
     line.vmem_bytes, line.argument_bytes, line.temp_bytes = vmem_bytes(hlo), memory.argument_size_in_bytes, memory.temp_size_in_bytes
     line.collectives = ", ".join(f"{count} {kind}" for kind, count in collectives(hlo).items())
     copies = pool_copies(hlo, program.pool_dims)
-    if copies:
+    if copies and program.limit and all(re.search(rf" = \(?{program.limit_dtype}\[", copy) for copy in copies):
+        line.status, line.reason = "known limit", f"{program.limit}, {len(copies)} times"
+    elif copies:
         line.status, line.reason = "copies a pool", f"{len(copies)} times, first: {copies[0][:200]}"
     elif memory.alias_size_in_bytes < program.pool_bytes:
         line.status, line.reason = "not donated", f"{memory.alias_size_in_bytes} of {program.pool_bytes} bytes of the pools are aliased"
@@ -98,15 +107,25 @@ def memory_bytes(target: str) -> int:
     return TPUS[target][0] if target in TPUS else compile_targets.GPU_TARGETS[target].memory_bytes
 
 
-def kernel_lines(target: str, match: str):
+def versions() -> dict[str, str]:
+    """Of JAX and of the compilers that are installed."""
+    packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def kernel_lines(target: str, match: str, quick: bool):
     device = compile_targets.topology(target).devices[0]
     mesh = Mesh(np.array([device]), ("x",))
-    for name, program in kernel_programs(device):
+    for name, program in kernel_programs(device, quick):
         if match in name:
             yield Line(target, name, "refused", program) if isinstance(program, str) else compile_program(target, program, mesh)
 
 
-def step_lines(target: str, models: list[str], layers: int | None, match: str):
+def step_lines(target: str, models: list[str], layers: int | None, layer_loop: str, match: str):
     for model in models:
         chips = MODELS[model][1]
         if chips == 1:
@@ -117,7 +136,7 @@ def step_lines(target: str, models: list[str], layers: int | None, match: str):
             yield Line(target, f"{model} on {chips}", "left out", "the GPU compiler is given one device")
             continue
         mesh = Mesh(np.array(devices[:chips]).reshape(1, chips), ("data", "tensor"))
-        for program in step_programs(model, devices, memory_bytes(target), layers):
+        for program in step_programs(model, devices, memory_bytes(target), layers, layer_loop):
             if match not in program.name:
                 continue
             line = compile_program(target, program, mesh)
@@ -163,24 +182,30 @@ def main() -> int:
     parser.add_argument("--match", default="", help="only programs whose name contains this")
     parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=list(MODELS), help="models of the steps")
     parser.add_argument("--layers", type=int, help="layers of the models; default: all, which takes minutes")
+    parser.add_argument(
+        "--layer-loop", choices=("auto", "rolled", "unrolled"), default="auto", help="as the engine's option; rolled compiles faster"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few shapes of the kernels, and one layer of the models")
     parser.add_argument("--json", type=Path, help="also write the lines to this file")
     args = parser.parse_args()
+    layers = 1 if args.quick and args.layers is None else args.layers
     lines: list[Line] = []
     with tqdm(unit="program", file=sys.stderr) as bar:
         for target in args.targets:
             bar.set_description(target)
-            kernels = () if args.only == "steps" else kernel_lines(target, args.match)
-            steps = () if args.only == "kernels" else step_lines(target, args.models, args.layers, args.match)
+            kernels = () if args.only == "steps" else kernel_lines(target, args.match, args.quick)
+            steps = () if args.only == "kernels" else step_lines(target, args.models, layers, args.layer_loop, args.match)
             for source in (kernels, steps):
                 for line in source:
                     lines.append(line)
                     bar.update()
                     if args.json:
-                        args.json.write_text(json.dumps({"jax": jax.__version__, "lines": [asdict(x) for x in lines]}, indent=1))
+                        record = {"versions": versions(), "command": sys.argv[1:], "lines": [asdict(x) for x in lines]}
+                        args.json.write_text(json.dumps(record, indent=1))
     print(table(lines))
-    good = {"ok", "refused", "too large", "left out"}
+    good = {"ok", "refused", "known limit", "too large", "left out"}
     failed = [x for x in lines if x.status not in good]
-    print(f"\n{len(lines)} programs, {len(failed)} failed; JAX {jax.__version__}")
+    print(f"\n{len(lines)} programs, {len(failed)} failed; {', '.join(f'{name} {version}' for name, version in versions().items())}")
     return bool(failed)
 
 

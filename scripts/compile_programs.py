@@ -8,7 +8,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,21 +45,27 @@ class Program:
     out_shardings: Any = None
     pool_dims: tuple[int, ...] = ()  # numbers that only the shapes of a pool contain
     pool_bytes: int = 0  # of one chip; to be found donated
+    limit: str = ""  # what is known to be copied nevertheless, and why; other copies still count as failures
+    limit_dtype: str = ""  # HLO's name of the dtype of those copies
 
 
-def kernel_programs(device: Any) -> Iterator[tuple[str, Program | str]]:
-    """(name, program, or why the backend refuses the shape) of every kernel that the device's platform has."""
+# head_dim, dtype of the pages, (KV heads, query heads for each)
+SHAPES = tuple(itertools.product((64, 80, 96, 128, 256), ("bfloat16", "float8_e4m3fn", "int8"), ((8, 4), (1, 8))))
+# Small models' heads with 8 bits, common heads, and what one of eight chips has of them.
+QUICK_SHAPES = ((64, "int8", (8, 4)), (128, "bfloat16", (8, 4)), (128, "bfloat16", (1, 8)))
+
+
+def kernel_programs(device: Any, quick: bool = False) -> Iterator[tuple[str, Program | str]]:
+    """(name, program, or why the backend refuses the shape) of the kernels that the device's platform has, over all or a few shapes."""
     mesh = Mesh(np.array([device]), ("x",))
     for backend in _backends(device):
-        for head_dim, page_dtype, (kv_heads, group), kind in itertools.product(
-            (64, 80, 96, 128, 256), ("bfloat16", "float8_e4m3fn", "int8"), ((8, 4), (1, 8)), ("decode", "mixed")
-        ):
+        for (head_dim, page_dtype, (kv_heads, group)), kind in itertools.product(QUICK_SHAPES if quick else SHAPES, ("decode", "mixed")):
             for options in ("plain", "all options", *(("slot scales",) if page_dtype != "bfloat16" else ())):
                 name = f"{backend} {kind} d{head_dim} {kv_heads}x{group} {page_dtype} {options}"
                 yield name, _attention(backend, head_dim, page_dtype, kv_heads, group, kind, options, name, mesh)
             if kind == "decode" and page_dtype != "float8_e4m3fn":
                 name = f"kv_write {backend} d{head_dim} {kv_heads} heads {page_dtype}"
-                yield name, _write(backend, head_dim, page_dtype, kv_heads, name, mesh)
+                yield name, _write(backend, head_dim, page_dtype, kv_heads, name, mesh, device.platform == "tpu")
 
 
 def _backends(device: Any) -> tuple[str, ...]:
@@ -94,17 +100,22 @@ def _attention(backend, head_dim, page_dtype, kv_heads, group, kind, options, na
     return Program(name, call, ((q, pool, pool, *metadata), given))
 
 
-def _write(backend, head_dim, page_dtype, kv_heads, name, mesh) -> Program | str:
+def _write(backend, head_dim, page_dtype, kv_heads, name, mesh, on_tpu) -> Program | str:
     array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
     page_size = default_page_size(backend)
-    if backend == "mosaic_tpu" and head_dim % 128:
-        return f"head_dim={head_dim}: pages of this layout need a multiple of 128"
     # Larger than a TPU's VMEM, where the compiler would else keep the pool for the length of the program.
     pages = _prime((512 << 20) // (page_size * kv_heads * head_dim))
     pool = array(pool_shape(pages, page_size, kv_heads, head_dim, backend), page_dtype)
-    pools = [pool, pool]
+    pools, limit, scale = [pool, pool], "", None
     if page_dtype == "int8":
-        pools += [array(scale_shape(pages, page_size, kv_heads), jnp.float32)] * 2
+        scale = array(scale_shape(pages, page_size, kv_heads), jnp.float32)
+        pools += [scale, scale]
+        limit = "XLA's scatter of the scales copies the pool of scales" if on_tpu else ""
+    if backend != "xla":
+        options = Options(0.1, k_scale=cast(Any, scale), v_scale=cast(Any, scale))
+        refusal = kernel_module(backend).unsupported((1, kv_heads, head_dim), jnp.dtype("bfloat16"), pool.shape, pool.dtype, options)
+        if refusal:
+            return refusal  # no kernel reads such a pool, so none need write it
     new, slots = array((512, kv_heads, head_dim), jnp.bfloat16), array((512,), jnp.int32)
 
     def call(pools, k, v, slots):
@@ -112,10 +123,10 @@ def _write(backend, head_dim, page_dtype, kv_heads, name, mesh) -> Program | str
         return kv_write(pools[0], pools[1], k, v, slots, backend=backend, **scales)
 
     size = 2 * int(np.prod(pool.shape)) * pool.dtype.itemsize
-    return Program(name, call, (tuple(pools), new, new, slots), (0,), None, (pages, pages * page_size), size)
+    return Program(name, call, (tuple(pools), new, new, slots), (0,), None, (pages, pages * page_size), size, limit, "f32" if limit else "")
 
 
-def step_programs(model_name: str, devices: list, memory_bytes: int, layers: int | None) -> Iterator[Program]:
+def step_programs(model_name: str, devices: list, memory_bytes: int, layers: int | None, layer_loop: str = "auto") -> Iterator[Program]:
     """The decode and the mixed forward program of a model, as the engine builds them, with weights that have shapes only."""
     model, chips = MODELS[model_name]
     if layers is not None:
@@ -128,6 +139,7 @@ def step_programs(model_name: str, devices: list, memory_bytes: int, layers: int
         decode_buckets=(64,),
         token_buckets=(2048,),
         tensor_parallel_size=chips,
+        layer_loop=layer_loop,
     )
     model = with_kv_heads_for(model, chips)
     path, _ = attention_path("auto", model, mesh, "bfloat16", "bfloat16", None)

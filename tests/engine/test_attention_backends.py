@@ -34,7 +34,7 @@ def test_auto_on_a_cpu_takes_native_loops_in_float32_and_says_why(make_llm):
     assert path.backend == "xla" and "float32 queries and pages, not bfloat16" in reason
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS[3:])
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS[4:])
 def test_a_kernel_of_another_platform_is_interpreted_on_a_cpu(backend):
     path, reason = attention_path(backend, LLAMA, cpu_mesh(2), "bfloat16", "bfloat16", None)
     assert path.interpret and "interpreted" in reason

@@ -31,8 +31,8 @@ SAMPLE = (
 
 
 def some(cases, every):
-    """All cases, those that are not the first of ``every`` marked slow: the interpreter takes seconds for each."""
-    return [pytest.param(case, id=case.plain_name, marks=[] if i % every == 0 else pytest.mark.slow) for i, case in enumerate(cases)]
+    """All cases, those that are not the first of ``every`` marked exhaustive: the interpreter takes seconds for each."""
+    return [pytest.param(case, id=case.plain_name, marks=[] if i % every == 0 else pytest.mark.exhaustive) for i, case in enumerate(cases)]
 
 
 SLOT_SCALES = Options(1.0, k_scale=np.ones((9, 16, 2)), v_scale=np.ones((9, 16, 2)))
