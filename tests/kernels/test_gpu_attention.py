@@ -76,14 +76,14 @@ class TestMosaicGpu(AttentionSuite):
         np.testing.assert_allclose(o[1].astype(jnp.float32), o[4].astype(jnp.float32), atol=2e-2, rtol=0)
 
     def test_a_row_does_not_depend_on_its_neighbours(self):
-        """With fixed splits, exactly; the second row is cut in two spans."""
+        """With deterministic=True, exactly; the second row is cut in two spans."""
         case = dataclasses.replace(DECODE[3], num_queries=(1, 1, 1), prefixes=(70, 1100, 3), dtype="bfloat16")
         arrays = case.build()
-        attend = functools.partial(gpu.attend, options=Options(0.125), decode_only=True, interpret=True, fixed_splits=True)
-        together, _ = attend(*arrays)
+        attend = functools.partial(self.attend, decode_only=True, deterministic=True)
+        together, _ = attend(arrays)
         for row in range(3):
             lens = jnp.where(jnp.arange(len(arrays[4])) == row, arrays[4], 0)
-            alone, _ = attend(*arrays[:4], lens, *arrays[5:])
+            alone, _ = attend([*arrays[:4], lens, *arrays[5:]])
             np.testing.assert_array_equal(np.asarray(alone[row], np.float32), np.asarray(together[row], np.float32))
             assert not np.asarray(jnp.delete(alone, row, axis=0), np.float32).any()
 
