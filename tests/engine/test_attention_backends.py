@@ -41,6 +41,14 @@ def test_a_kernel_of_another_platform_is_interpreted_on_a_cpu(backend):
     assert path.mesh is not None  # each device runs the kernel over its own heads
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_reaches_the_kernels(make_llm, monkeypatch, deterministic):
+    asked, attend = set(), pallas_kernels.paged_attention
+    monkeypatch.setattr(pallas_kernels, "paged_attention", lambda *a, **k: asked.add(k["deterministic"]) or attend(*a, **k))
+    make_llm(deterministic=deterministic).generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert asked == {deterministic}
+
+
 @pytest.mark.parametrize(("backend", "page_size"), [("xla", 16), ("mosaic_gpu", 16), ("mosaic_tpu", 128), ("mosaic_tpu_lanes", 128)])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_the_pool_has_the_backends_layout_and_splits_its_heads(backend, page_size, stacked):
