@@ -106,7 +106,9 @@ def pad_tables(block_tables: Array, multiple: int) -> Array:
 
 def with_scales(pages: tuple[Array, Array], options: Options) -> list[tuple[Array, ...]]:
     """(k_pages,) and (v_pages,), each with its scales [P, page_size, KVH] where each slot and head has one."""
-    return [(x, scale) if options.slot_scales else (x,) for x, scale in zip(pages, (options.k_scale, options.v_scale), strict=True)]
+    if not options.slot_scales:
+        return [(x,) for x in pages]
+    return [(x, jnp.asarray(scale)) for x, scale in zip(pages, (options.k_scale, options.v_scale), strict=True)]
 
 
 def gather_pages(pool: tuple[Array, ...], page_ids: Array, dtype) -> Array:
