@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention import gpu_tiles as tiles
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, MASKED, ROWS
 from pallas_kernels.paged_attention.options import Options
 
-BARRIER_BYTES = 1024  # all barriers, rounded up as Mosaic GPU does
+RESERVED_BYTES = 4096  # no less than what barriers (under 1024) and Mosaic GPU's scratch for reductions (2048) take
 
 
 class Plan(NamedTuple):
@@ -134,7 +134,7 @@ def shared_memory_bytes(shape: Shape, dtype, page_dtype, options: Options) -> in
     optional = ("k_scale", "v_scale") if options.slot_scales else ()
     scratch = _scratch(shape, jnp.dtype(dtype), pages, optional).values()
     buffers = [part for part in scratch if not isinstance(part, plgpu.Barrier)]
-    return sum(math.prod(part.shape) * jnp.dtype(part.dtype).itemsize for part in buffers) + BARRIER_BYTES
+    return sum(math.prod(part.shape) * jnp.dtype(part.dtype).itemsize for part in buffers) + RESERVED_BYTES
 
 
 class Segment(NamedTuple):

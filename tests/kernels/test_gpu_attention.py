@@ -114,7 +114,7 @@ def test_a_removed_wait_is_a_race(monkeypatch):
         (((4, 71, 64), "bfloat16"), ((9, 16, 1, 64), "bfloat16"), Options(1.0), "71 heads over 1"),
         (((4, 8, 256), "bfloat16"), ((9, 16, 2, 256), "int8"), Options(1.0), "head_dim=256"),
         (((4, 8, 64), "bfloat16"), ((9, 16, 2, 64), "int8"), SLOT_SCALES, "num_kv_heads=2"),
-        (((4, 64, 128), "bfloat16"), ((9, 16, 64, 128), "int8"), MANY_HEADS, "277504 bytes of shared memory"),
+        (((4, 64, 128), "bfloat16"), ((9, 16, 64, 128), "int8"), MANY_HEADS, "274432 bytes of shared memory"),
     ],
 )
 def test_refuses_and_says_why(q, pages, options, message):
