@@ -140,6 +140,7 @@ class EngineConfig(Checked):
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     attention_backend: str = option("auto", "paged attention implementation; auto: the best for the device", choices=ATTENTION_BACKENDS)
+    deterministic: bool = option(False, "attention of a row never depends, to the bit, on the rows beside it; may cost GPUs speed")
     layer_loop: str = option(
         "auto",
         "rolled: one loop over the layers, compiles 4 times faster; unrolled: what accelerators run faster",

@@ -5,6 +5,9 @@ here is there since its version 0.1). It is read as an array of 8-byte words. Wo
 too and never waits for a thread that is busy elsewhere, so calls that run side by side can't block each other.
 """
 
+# numba fills in the first parameter of an intrinsic, and names its exports at run time.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
 import numpy as np
 from llvmlite import binding, ir
 from numba import carray, njit, types

@@ -92,6 +92,7 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     if platform == "cpu":
         model = with_own_head(model)
     path, reason = attention_path(config.attention_backend, model_config, mesh, dtype, kv_dtype, config.cache.page_size)
+    path = replace(path, deterministic=config.deterministic)
     prepare_in_background(path)
     if config.load.generation_config == "none":
         defaults = {}

@@ -23,11 +23,12 @@ KERNEL_PLATFORMS = {"numba": ("cpu",), "mosaic_gpu": ("gpu", "cuda"), "mosaic_tp
 
 @dataclass(frozen=True)
 class AttentionPath:
-    """How attention runs: a backend of pallas_kernels, whether its kernels are interpreted, and the mesh whose shards each run them."""
+    """How attention runs: a backend of pallas_kernels, how it is called, and the mesh whose shards each run it."""
 
     backend: str = "xla"
-    interpret: bool = False
+    interpret: bool = False  # on a CPU
     mesh: Mesh | None = None  # None: one device
+    deterministic: bool = False  # no row depends on the others, to the bit
 
     @property
     def page_size(self) -> int:
@@ -131,6 +132,7 @@ def _write_and_attend(q, k, v, k_pages, v_pages, metadata: AttentionMetadata) ->
         metadata.distribution,
         sm_scale=q.shape[-1] ** -0.5,
         decode_only=metadata.decode_only,
+        deterministic=path.deterministic,
         **how,
     )
     return cast(jax.Array, out), k_pages, v_pages  # a pair only with return_lse

@@ -36,6 +36,7 @@ def paged_attention(
     return_lse: bool = False,
     backend: str = "xla",
     interpret: bool = False,
+    deterministic: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Causal attention of T query tokens, packed by row, over keys and values that lie in pages.
 
@@ -64,6 +65,9 @@ def paged_attention(
         return_lse: also return the natural log of the softmax denominator (sinks included), -inf where nothing is attended to.
         backend: static; one of :data:`pallas_kernels.BACKENDS`; :func:`pallas_kernels.choose_backend` knows the best for a device.
         interpret: static; run a Pallas backend's kernel in its interpreter, on a CPU. Changes nothing for "xla", "numba" and "reference".
+        deterministic: static; among calls of the same shapes a row's result does not depend, to the bit, on the other rows. Costs
+            "mosaic_gpu" speed where few rows are long, as it cuts each row by its own length and not the batch into equal shares; changes
+            nothing for the others, which are so anyway.
 
     Returns o [T, H, D] in q's dtype, and with return_lse (o, lse float32 [T, H]). Softmax is in float32.
 
@@ -76,8 +80,6 @@ def paged_attention(
     options = Options(sm_scale, sliding_window, soft_cap, alibi_slopes, sinks, k_scale, v_scale)
     _check_options(options, q.shape[1], page_sizes(k_pages.shape, backend))
     arrays = (q, k_pages, v_pages, block_tables, seq_lens, query_start_loc, distribution)
-    if backend == "xla" and options.slot_scales:
-        raise ValueError("k_scale, v_scale: a scale for each slot is not there in backend 'xla' yet; use 'reference'")
     if backend in _PLAIN:
         o, lse = _PLAIN[backend](*arrays, options, decode_only=decode_only)
     else:
@@ -85,7 +87,8 @@ def paged_attention(
         reason = kernel.unsupported(q.shape, q.dtype, k_pages.shape, k_pages.dtype, options)
         if reason is not None:
             raise ValueError(f"backend {backend!r} cannot do this call: {reason}; backend 'xla' can")
-        o, lse = kernel.attend(*arrays, options, decode_only=decode_only, interpret=interpret)
+        how: dict[str, bool] = {"fixed_splits": deterministic} if backend == "mosaic_gpu" else {}
+        o, lse = kernel.attend(*arrays, options, decode_only=decode_only, interpret=interpret, **how)
     return (o, lse) if return_lse else o
 
 

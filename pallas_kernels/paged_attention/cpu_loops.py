@@ -3,6 +3,9 @@
 Arrays are float32 and C-contiguous, with the shapes of :func:`pallas_kernels.paged_attention`. Slots past a row's length are never read.
 """
 
+# numba fills in the first parameter of an intrinsic, and names its exports at run time.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
 import math
 
 import numpy as np

@@ -12,7 +12,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import use_abstract_mesh
 
-from pallas_kernels.compile_targets import hopper_mesh
+from pallas_kernels.compile_targets import HOPPER_SHARED_MEMORY_BYTES, hopper_mesh
 from pallas_kernels.paged_attention import gpu_decode, gpu_prefill, online
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, MASKED, ROWS
 from pallas_kernels.paged_attention.options import Options
@@ -36,7 +36,16 @@ def unsupported(q_shape, q_dtype, pages_shape, pages_dtype, options: Options) ->
         (not (eight_bit or options.slot_scales) or head_dim in (64, 96, 128), f"head_dim={head_dim}: expected 64, 96 or 128 in 8 bits"),
         (not options.slot_scales or num_kv_heads % 8 == 0, f"num_kv_heads={num_kv_heads}: expected a multiple of 8 with slots' scales"),
     ]
-    return next((message for passes, message in checks if not passes), None)
+    refused = next((message for passes, message in checks if not passes), None)
+    if refused is not None:
+        return refused
+    needed = gpu_decode.shared_memory_bytes(
+        _decode_shape(q_shape, q_dtype, pages_shape, pages_dtype, options), q_dtype, pages_dtype, options
+    )
+    if needed > HOPPER_SHARED_MEMORY_BYTES:
+        sizes = f"num_kv_heads={num_kv_heads}, head_dim={head_dim}"
+        return f"{sizes}: {needed} bytes of shared memory, expected at most {HOPPER_SHARED_MEMORY_BYTES}"
+    return None
 
 
 def attend(
@@ -102,24 +111,17 @@ def _v_factor(options: Options):
     return 1.0 if options.v_scale is None or options.slot_scales else options.v_scale
 
 
-def _warpgroups(head_dim: int, q_dtype, pages_dtype, optional) -> int:
+def _warpgroups(head_dim: int, q_dtype, pages_dtype, options: Options) -> int:
     """Compute warpgroups: two leave a thread 168 registers, one leaves it 255, and a spill would cost more than the second one gains."""
-    casts = pages_dtype != q_dtype or "k_scale" in optional
+    casts = pages_dtype != q_dtype or options.slot_scales
     return 1 if head_dim > (96 if casts else 128) else 2
 
 
-def _decode(
-    q: Array, pages: tuple[Array, Array], block_tables: Array, seq_lens: Array, options: Options, fixed_splits: bool, params
-) -> tuple[Array, Array]:
-    """Rows of one query: q [R, H, D] -> (o [R, H, D], lse [R, H])."""
-    num_rows, num_heads, head_dim = q.shape
-    page_size, num_kv_heads = pages[0].shape[1:3]
-    group = num_heads // num_kv_heads
-    factor, optional = _split_options(options, num_kv_heads, group, 1)
-    optional.pop("sinks", None)  # applied once, where the splits are merged
-    warpgroups = _warpgroups(head_dim, q.dtype, pages[0].dtype, optional)
-    shape = gpu_decode.Shape(
-        group=group,
+def _decode_shape(q_shape, q_dtype, pages_shape, pages_dtype, options: Options, fixed_splits: bool = False) -> gpu_decode.Shape:
+    (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q_shape, pages_shape
+    warpgroups = _warpgroups(head_dim, q_dtype, pages_dtype, options)
+    return gpu_decode.Shape(
+        group=num_heads // num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
@@ -131,6 +133,18 @@ def _decode(
         sliding_window=options.sliding_window,
         soft_cap=options.soft_cap,
     )
+
+
+def _decode(
+    q: Array, pages: tuple[Array, Array], block_tables: Array, seq_lens: Array, options: Options, fixed_splits: bool, params
+) -> tuple[Array, Array]:
+    """Rows of one query: q [R, H, D] -> (o [R, H, D], lse [R, H])."""
+    num_rows, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = pages[0].shape[1:3]
+    group = num_heads // num_kv_heads
+    factor, optional = _split_options(options, num_kv_heads, group, 1)
+    optional.pop("sinks", None)  # applied once, where the splits are merged
+    shape = _decode_shape(q.shape, q.dtype, pages[0].shape, pages[0].dtype, options, fixed_splits)
     pieces = NUM_SMS if params is None else 3  # the interpreter pays for each thread block
     longest, units = -(-block_tables.shape[1] * page_size // BLOCK), num_rows * num_kv_heads
     # The merge reads this many slots of each pair (row, head), used or not, so it is kept in proportion to what a full batch uses.
@@ -198,7 +212,7 @@ def _prefill(
     page_size, num_kv_heads = pages[0].shape[1:3]
     group = num_heads // num_kv_heads
     factor, optional = _split_options(options, num_kv_heads, group, ROWS // group)
-    warpgroups = _warpgroups(head_dim, q.dtype, pages[0].dtype, optional)
+    warpgroups = _warpgroups(head_dim, q.dtype, pages[0].dtype, options)
     shape = gpu_prefill.Shape(
         group=group,
         num_kv_heads=num_kv_heads,

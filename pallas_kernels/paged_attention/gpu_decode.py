@@ -10,7 +10,9 @@ Sources: FlashDecoding (Dao et al., 2023); stream-K, arXiv:2301.03598; warp spec
 """
 
 import dataclasses
+import math
 import types
+from collections.abc import Container
 from typing import NamedTuple
 
 import jax
@@ -21,6 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu_tiles as tiles
 from pallas_kernels.paged_attention.gpu_tiles import LOG2E, MASKED, ROWS
+from pallas_kernels.paged_attention.options import Options
+
+BARRIER_BYTES = 1024  # all barriers, rounded up as Mosaic GPU does
 
 
 class Plan(NamedTuple):
@@ -107,7 +112,7 @@ def partial_attention(
     )(*operands.values())
 
 
-def _scratch(shape: Shape, dtype, pages, optional) -> dict:
+def _scratch(shape: Shape, dtype, pages, optional: Container[str]) -> dict:
     """Shared memory and barriers; ring slots of compute warpgroup w are w * stages onward."""
     swizzle = tiles.swizzle_bytes((shape.head_dim, dtype), (shape.block, dtype))
     slots = shape.warpgroups * shape.stages
@@ -121,6 +126,15 @@ def _scratch(shape: Shape, dtype, pages, optional) -> dict:
         "q_loaded": plgpu.Barrier(num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=2),
     }
+
+
+def shared_memory_bytes(shape: Shape, dtype, page_dtype, options: Options) -> int:
+    """Bytes that a thread block of this kernel takes, more than one of the prefill kernel does."""
+    pages = jax.ShapeDtypeStruct((1, shape.page_size, shape.num_kv_heads, shape.head_dim), page_dtype)
+    optional = ("k_scale", "v_scale") if options.slot_scales else ()
+    scratch = _scratch(shape, jnp.dtype(dtype), pages, optional).values()
+    buffers = [part for part in scratch if not isinstance(part, plgpu.Barrier)]
+    return sum(math.prod(part.shape) * jnp.dtype(part.dtype).itemsize for part in buffers) + BARRIER_BYTES
 
 
 class Segment(NamedTuple):

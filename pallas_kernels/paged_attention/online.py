@@ -28,7 +28,7 @@ def start(batch: int, num_queries: int, width: int) -> Running:
 
 def modify_scores(scores: Array, distance: Array, slopes: Array | None, options: Options) -> Array:
     """q . k -> scores, float32; ``distance`` (key minus query position) and ``slopes`` broadcast against them."""
-    scores = scores * (options.sm_scale if options.k_scale is None else options.sm_scale * options.k_scale)
+    scores = scores * (options.sm_scale if options.k_scale is None or options.slot_scales else options.sm_scale * options.k_scale)
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     if slopes is not None:

@@ -47,6 +47,7 @@ def _attend_block(
 
     q [B, H, D], tables [B, MP] with MP a multiple of num_pages, lens [B] -> (o float32 [B, H, D], lse [B, H]).
     """
+    pools = with_scales(pages, options)
     q = widen_queries(q, pages[0])
     num_rows, num_heads, width = q.shape
     chunk = num_pages * pages[0].shape[1]
@@ -58,7 +59,7 @@ def _attend_block(
         page_ids = lax.dynamic_slice(tables, (0, i * num_pages), (num_rows, num_pages))
         key_position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
         mask = (key_position <= position) & (key_position >= first_seen)
-        k, v = (gather_pages(x, page_ids, q.dtype).reshape(num_rows, chunk, width) for x in pages)
+        k, v = (gather_pages(x, page_ids, q.dtype).reshape(num_rows, chunk, width) for x in pools)
         # Slots outside the mask may hold NaN, and 0 * NaN is NaN.
         v = jnp.where(mask[:, :, None], v, 0)
         scores = jnp.einsum("bhw,bcw->bhc", q, k, preferred_element_type=jnp.float32)
@@ -68,7 +69,7 @@ def _attend_block(
     first_chunk = jnp.min(jnp.where(lens[:, None] > 0, first_seen, lens[0])) // chunk
     empty = online.start(num_rows, num_heads, width)
     m, l, o = lax.fori_loop(first_chunk, (lens[0] + chunk - 1) // chunk, body, empty)  # noqa: E741
-    return online.finish(m, l, narrow_outputs(o, pages[0]), options.sinks, options.v_scale)
+    return online.finish(m, l, narrow_outputs(o, pages[0]), options.sinks, None if options.slot_scales else options.v_scale)
 
 
 def widen_queries(q: Array, k_pages: Array) -> Array:
@@ -103,7 +104,15 @@ def pad_tables(block_tables: Array, multiple: int) -> Array:
     return jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % multiple)))
 
 
-def gather_pages(pages: Array, page_ids: Array, dtype) -> Array:
-    """pages[page_ids] as whole contiguous pages, flat: [*page_ids.shape, page_size * KVH * D]."""
-    flat = pages.reshape(pages.shape[0], -1)
-    return flat.at[page_ids].get(mode="promise_in_bounds").astype(dtype)
+def with_scales(pages: tuple[Array, Array], options: Options) -> list[tuple[Array, ...]]:
+    """(k_pages,) and (v_pages,), each with its scales [P, page_size, KVH] where each slot and head has one."""
+    return [(x, scale) if options.slot_scales else (x,) for x, scale in zip(pages, (options.k_scale, options.v_scale), strict=True)]
+
+
+def gather_pages(pool: tuple[Array, ...], page_ids: Array, dtype) -> Array:
+    """pages[page_ids], times their slots' scales, as whole contiguous pages, flat: [*page_ids.shape, page_size * KVH * D]."""
+    pages, *scales = (x.reshape(x.shape[0], -1).at[page_ids].get(mode="promise_in_bounds") for x in pool)
+    for scale in scales:
+        scaled = pages.astype(jnp.float32).reshape(*scale.shape, -1) * scale[..., None]
+        pages = scaled.reshape(*page_ids.shape, -1)
+    return pages.astype(dtype)

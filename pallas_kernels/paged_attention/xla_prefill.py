@@ -5,7 +5,7 @@ from jax import Array, lax
 
 from pallas_kernels.paged_attention import online
 from pallas_kernels.paged_attention.options import Options
-from pallas_kernels.paged_attention.xla_decode import chunk_pages, gather_pages, pad_tables
+from pallas_kernels.paged_attention.xla_decode import chunk_pages, gather_pages, pad_tables, with_scales
 
 TILE_QUERIES = 64
 CHUNK_TOKENS = 64
@@ -62,6 +62,7 @@ def _attend_tile(q: Array, table: Array, position: Array, pages: tuple[Array, Ar
     """Queries [Q, H, D] of one row at ``position`` [Q] (-1: none) -> (o float32 [Q, H, D], lse [Q, H])."""
     tile, num_heads, head_dim = q.shape
     page_size, num_kv_heads = pages[0].shape[1:3]
+    pools = with_scales(pages, options)
     group = num_heads // num_kv_heads
     num_pages = chunk_pages(pages[0], CHUNK_TOKENS)
     chunk = num_pages * page_size
@@ -78,7 +79,7 @@ def _attend_tile(q: Array, table: Array, position: Array, pages: tuple[Array, Ar
     def body(i, state):
         page_ids = lax.dynamic_slice(table, (i * num_pages,), (num_pages,))
         key_position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        k, v = (gather_pages(x, page_ids, q.dtype).reshape(chunk, num_kv_heads, head_dim).transpose(1, 0, 2) for x in pages)
+        k, v = (gather_pages(x, page_ids, q.dtype).reshape(chunk, num_kv_heads, head_dim).transpose(1, 0, 2) for x in pools)
         # Slots outside the tile's range may hold NaN, and 0 * NaN is NaN.
         v = jnp.where(((key_position < end) & (key_position >= first_seen))[None, :, None], v, 0)
         distance = key_position[None, :] - query_position
@@ -93,4 +94,4 @@ def _attend_tile(q: Array, table: Array, position: Array, pages: tuple[Array, Ar
     m, l, o = lax.fori_loop(first_seen // chunk, (end + chunk - 1) // chunk, body, empty)  # noqa: E741
     m, l, o = (x.reshape(num_kv_heads, tile, group, *x.shape[2:]).swapaxes(0, 1) for x in (m, l, o))  # noqa: E741
     m, l, o = m.reshape(tile, -1), l.reshape(tile, -1), o.reshape(tile, num_heads, head_dim)  # noqa: E741
-    return online.finish(m, l, o, options.sinks, options.v_scale)
+    return online.finish(m, l, o, options.sinks, None if options.slot_scales else options.v_scale)

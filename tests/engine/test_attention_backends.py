@@ -34,11 +34,19 @@ def test_auto_on_a_cpu_takes_native_loops_in_float32_and_says_why(make_llm):
     assert path.backend == "xla" and "float32 queries and pages, not bfloat16" in reason
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS[3:])
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS[4:])
 def test_a_kernel_of_another_platform_is_interpreted_on_a_cpu(backend):
     path, reason = attention_path(backend, LLAMA, cpu_mesh(2), "bfloat16", "bfloat16", None)
     assert path.interpret and "interpreted" in reason
     assert path.mesh is not None  # each device runs the kernel over its own heads
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_reaches_the_kernels(make_llm, monkeypatch, deterministic):
+    asked, attend = set(), pallas_kernels.paged_attention
+    monkeypatch.setattr(pallas_kernels, "paged_attention", lambda *a, **k: asked.add(k["deterministic"]) or attend(*a, **k))
+    make_llm(deterministic=deterministic).generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert asked == {deterministic}
 
 
 @pytest.mark.parametrize(("backend", "page_size"), [("xla", 16), ("mosaic_gpu", 16), ("mosaic_tpu", 128), ("mosaic_tpu_lanes", 128)])

@@ -15,7 +15,7 @@ from pallas_kernels.pool import from_token_major
 
 ATTEND = jax.jit(
     paged_attention,
-    static_argnames=("sm_scale", "decode_only", "sliding_window", "soft_cap", "return_lse", "backend", "interpret"),
+    static_argnames=("sm_scale", "decode_only", "sliding_window", "soft_cap", "return_lse", "backend", "interpret", "deterministic"),
     compiler_options={"xla_backend_optimization_level": 0},
 )
 

@@ -31,11 +31,12 @@ SAMPLE = (
 
 
 def some(cases, every):
-    """All cases, those that are not the first of ``every`` marked slow: the interpreter takes seconds for each."""
-    return [pytest.param(case, id=case.plain_name, marks=[] if i % every == 0 else pytest.mark.slow) for i, case in enumerate(cases)]
+    """All cases, those that are not the first of ``every`` marked exhaustive: the interpreter takes seconds for each."""
+    return [pytest.param(case, id=case.plain_name, marks=[] if i % every == 0 else pytest.mark.exhaustive) for i, case in enumerate(cases)]
 
 
 SLOT_SCALES = Options(1.0, k_scale=np.ones((9, 16, 2)), v_scale=np.ones((9, 16, 2)))
+MANY_HEADS = Options(1.0, k_scale=np.ones((9, 16, 64)), v_scale=np.ones((9, 16, 64)))
 
 
 def in_16_bits(cases):
@@ -76,14 +77,14 @@ class TestMosaicGpu(AttentionSuite):
         np.testing.assert_allclose(o[1].astype(jnp.float32), o[4].astype(jnp.float32), atol=2e-2, rtol=0)
 
     def test_a_row_does_not_depend_on_its_neighbours(self):
-        """With fixed splits, exactly; the second row is cut in two spans."""
+        """With deterministic=True, exactly; the second row is cut in two spans."""
         case = dataclasses.replace(DECODE[3], num_queries=(1, 1, 1), prefixes=(70, 1100, 3), dtype="bfloat16")
         arrays = case.build()
-        attend = functools.partial(gpu.attend, options=Options(0.125), decode_only=True, interpret=True, fixed_splits=True)
-        together, _ = attend(*arrays)
+        attend = functools.partial(self.attend, decode_only=True, deterministic=True)
+        together, _ = attend(arrays)
         for row in range(3):
             lens = jnp.where(jnp.arange(len(arrays[4])) == row, arrays[4], 0)
-            alone, _ = attend(*arrays[:4], lens, *arrays[5:])
+            alone, _ = attend([*arrays[:4], lens, *arrays[5:]])
             np.testing.assert_array_equal(np.asarray(alone[row], np.float32), np.asarray(together[row], np.float32))
             assert not np.asarray(jnp.delete(alone, row, axis=0), np.float32).any()
 
@@ -113,6 +114,7 @@ def test_a_removed_wait_is_a_race(monkeypatch):
         (((4, 71, 64), "bfloat16"), ((9, 16, 1, 64), "bfloat16"), Options(1.0), "71 heads over 1"),
         (((4, 8, 256), "bfloat16"), ((9, 16, 2, 256), "int8"), Options(1.0), "head_dim=256"),
         (((4, 8, 64), "bfloat16"), ((9, 16, 2, 64), "int8"), SLOT_SCALES, "num_kv_heads=2"),
+        (((4, 64, 128), "bfloat16"), ((9, 16, 64, 128), "int8"), MANY_HEADS, "277504 bytes of shared memory"),
     ],
 )
 def test_refuses_and_says_why(q, pages, options, message):

@@ -66,9 +66,11 @@ def compile_in_a_process(target, cases):
     [
         pytest.param("h100", FEW, id="h100"),
         pytest.param("h200", FEW, id="h200"),
-        pytest.param("h100", PLAIN, id="h100-plain", marks=pytest.mark.slow),
-        pytest.param("h100", FULL, id="h100-all-options", marks=pytest.mark.slow),
-        pytest.param("h100", EIGHT_BIT, id="h100-8-bit", marks=pytest.mark.slow),
+    ]
+    + [
+        pytest.param(target, cases, id=f"{target}-{name}", marks=pytest.mark.exhaustive)
+        for target in ("h100", "h200")
+        for name, cases in (("plain", PLAIN), ("all-options", FULL), ("int8", EIGHT_BIT[:6]), ("float8", EIGHT_BIT[6:]))
     ],
 )
 def test_kernels_compile(target, cases):

@@ -52,10 +52,15 @@ def no_race():
 
 
 def alternate(cases):
-    """(case, mode) with either mode for every other case; the interpreter takes seconds a case."""
+    """(case, mode) with either mode for every other case; all but each fifth marked exhaustive: the interpreter takes seconds a case."""
+    modes = list(MODES) * len(cases)
+    marks = [() if i % 5 == 0 else pytest.mark.exhaustive for i in range(len(cases))]
     return pytest.mark.parametrize(
         ("case", "mode"),
-        [pytest.param(case, mode, id=f"{case.plain_name}-{mode}") for case, mode in zip(cases, list(MODES) * len(cases), strict=False)],
+        [
+            pytest.param(case, mode, id=f"{case.plain_name}-{mode}", marks=mark)
+            for case, mode, mark in zip(cases, modes, marks, strict=False)
+        ],
     )
 
 
