@@ -33,10 +33,15 @@ LEVELS = (
 )
 HOST_TYPES = LEVELS[0]
 HOST_LOGIC = ("jaxserve.engine.page_manager", "jaxserve.engine.scheduler")
-NATIVE_LOOPS = {"pallas_kernels/native.py", "pallas_kernels/paged_attention/cpu_loops.py"}  # imported on CPUs alone
+NATIVE_LOOPS = {  # imported on CPUs alone
+    "pallas_kernels/native.py",
+    "pallas_kernels/native_tile.py",
+    "pallas_kernels/matmul/cpu_loops.py",
+    "pallas_kernels/paged_attention/cpu_loops.py",
+}
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "orbax", "pallas_kernels"}
 DEVICE_CALLS = {"jit", "pjit", "pmap", "device_put", "device_get"}
-KERNEL_USERS = {"jaxserve/layers/attention.py", "jaxserve/kv_cache.py"}
+KERNEL_USERS = {"jaxserve/layers/attention.py", "jaxserve/layers/linear.py", "jaxserve/kv_cache.py"}
 BANNED_FOLDERS = {"utils", "util", "common", "helpers", "managers", "v2"}
 
 

@@ -89,11 +89,11 @@ def load(config: EngineConfig, model: LlamaForCausalLM | None, model_config: Mod
     check_divisible(model_config, config.parallel)
     dtype = model.embedding.table[...].dtype  # a caller's own module has its own
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else jnp.dtype(config.cache.kv_cache_dtype)
-    if platform == "cpu":
-        model = with_own_head(model)
     path, reason = attention_path(config.attention_backend, model_config, mesh, dtype, kv_dtype, config.cache.page_size)
     path = replace(path, deterministic=config.deterministic)
     prepare_in_background(path)
+    if platform == "cpu":
+        model = suited_to_cpu(model, path)
     if config.load.generation_config == "none":
         defaults = {}
     return Loaded(model, model_config, _in_background(tokenizer, source), defaults, mesh, dtype, kv_dtype, path, reason)
@@ -129,14 +129,20 @@ def keep_compiled_programs(config: EngineConfig) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def with_own_head(module: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A tied model with a head of its own, transposed, sharing all else: on CPU x @ table.T runs at a third of the rate of x @ head."""
-    if module.head is not None:
-        return module
+def suited_to_cpu(module: LlamaForCausalLM, path: AttentionPath) -> LlamaForCausalLM:
+    """The module, sharing its arrays, with native matmuls where attention is native, and with a head of its own, transposed, if it is tied.
+
+    x @ table.T runs at a third of the rate of x @ head.
+    """
     module = nnx.merge(*nnx.split(module))  # the caller's module stays as it is
-    table = module.embedding.table[...]
-    module.head = nnx.data(Linear(table.shape[1], (table.shape[0],), table.dtype, ("embed", "vocab")))
-    module.head.kernel.set_value(jnp.array(table.T))
+    if module.head is None:
+        table = module.embedding.table[...]
+        module.head = nnx.data(Linear(table.shape[1], (table.shape[0],), table.dtype, ("embed", "vocab")))
+        module.head.kernel.set_value(jnp.array(table.T))
+    if path.backend == "numba" and path.mesh is None:
+        for _, layer in nnx.iter_modules(module):
+            if isinstance(layer, Linear):
+                layer.backend = "numba"
     return module
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import pallas_kernels
 from jaxserve.layers import stack
 from jaxserve.sharding import param
 
@@ -19,14 +22,11 @@ class Linear(nnx.Module):
     def __init__(self, in_features: int, out: tuple[int, ...], dtype, axes: tuple[str | None, ...], *, bias: bool = False):
         self.kernel = param((in_features, *out), dtype, axes)
         self.bias = param(out, dtype, axes[1:]) if bias else None
+        self.backend = "xla"  # of pallas_kernels.matmul
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = stack.apply(_matmul, x, self.kernel)
+        y = stack.apply(functools.partial(pallas_kernels.matmul, backend=self.backend), x, self.kernel)
         return y if self.bias is None else y + self.bias[...]
-
-
-def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
 
 class Embedding(nnx.Module):

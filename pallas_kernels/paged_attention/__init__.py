@@ -1,5 +1,5 @@
 """Attention over a paged key/value pool, for decode steps and for mixed prefill and decode steps."""
 
-from pallas_kernels.paged_attention.api import paged_attention, prepare
+from pallas_kernels.paged_attention.api import paged_attention
 
-__all__ = ["paged_attention", "prepare"]
+__all__ = ["paged_attention"]

@@ -92,12 +92,6 @@ def paged_attention(
     return (o, lse) if return_lse else o
 
 
-def prepare(backend: str) -> None:
-    """Do now what the first call of ``backend`` would do once a process: numba compiles its loops, for some seconds without its cache."""
-    if backend == "numba":
-        kernel_module(backend).register()
-
-
 def kernel_module(backend: str) -> ModuleType:
     """The module that has ``attend`` and ``unsupported`` of a backend that can't take every call."""
     return importlib.import_module(f"pallas_kernels.paged_attention.{_KERNELS[backend]}")

@@ -3,26 +3,20 @@
 Pallas has no CPU lowering, and XLA's gathers and small products leave most of the memory's bandwidth idle (docs/decisions). Needs numba.
 """
 
-import importlib.util
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels import native_calls
 from pallas_kernels.paged_attention.options import Options
 
-_TARGET = "pallas_kernels_paged_attention"
-INSTALLED = importlib.util.find_spec("numba") is not None
 _NO_WINDOW = 1 << 30
-_lock = threading.Lock()
-_registered = []
 
 
 def unsupported(q_shape, q_dtype, pages_shape, pages_dtype, options: Options) -> str | None:
     """None, or in one sentence why :func:`attend` can't take this call."""
-    if not INSTALLED:
+    if not native_calls.INSTALLED:
         return "the numba backend needs numba, which is not installed; pip install numba"
     if (jnp.dtype(q_dtype), jnp.dtype(pages_dtype)) != (jnp.float32, jnp.float32):
         return f"the numba backend takes float32 queries and pages, not {q_dtype} and {pages_dtype}"
@@ -47,7 +41,7 @@ def attend(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """Return (o [T, H, D], lse float32 [T, H]); see :func:`pallas_kernels.paged_attention`."""
-    register()
+    native_calls.register(native_calls.PAGED_ATTENTION)
     num_rows, num_heads = block_tables.shape[0], q.shape[1]
     if decode_only:
         distribution = jnp.full(2, num_rows, jnp.int32)
@@ -57,17 +51,8 @@ def attend(
     scales = jnp.stack([jnp.asarray(x, jnp.float32) for x in (options.sm_scale * k_scale, options.soft_cap or 0.0, v_scale)])
     slopes = np.zeros(num_heads, np.float32) if options.alibi_slopes is None else options.alibi_slopes
     sinks = np.full(num_heads, -np.inf, np.float32) if options.sinks is None else options.sinks
-    call = jax.ffi.ffi_call(_TARGET, (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)))
+    call = jax.ffi.ffi_call(
+        native_calls.PAGED_ATTENTION, (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32))
+    )
     o, lse = call(q, k_pages, v_pages, block_tables, seq_lens, query_start_loc, counts, scales, slopes, sinks)
     return o, lse
-
-
-def register() -> None:
-    """Compile the loops, or load them from numba's cache beside the source, and make them known to XLA; once a process."""
-    with _lock:  # programs are traced in several threads
-        if _registered:
-            return
-        from pallas_kernels.paged_attention import cpu_loops
-
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(cpu_loops.handler.ctypes), platform="cpu")
-        _registered.append(cpu_loops)

@@ -11,9 +11,10 @@ import math
 import numpy as np
 from numba import carray, cfunc, njit, types
 
-from pallas_kernels import native
+from pallas_kernels import native, native_calls
+from pallas_kernels.native_tile import ROWS, WIDTH, multiply_tile
 
-TILE_QUERIES = 32  # query tokens of one row that share a packed chunk of keys
+TILE_QUERIES = 32  # query tokens of one row that share a chunk of keys
 CHUNK = 64  # keys in a chunk
 STAGE = 16  # tokens copied at a time from a page
 MASKED = np.float32(-1e30)
@@ -43,12 +44,11 @@ def largest(x, count):
 
 
 @compiled
-def exponentials(x, count, top):
-    """x[i] = exp(x[i] - top) in place, 0 where that is below 1e-38; returns their sum."""
+def exponentiate(x):
+    """x = exp(x) in place, 0 where that is below 1e-38; x is 1-D and at most 0."""
     bits = x.view(np.int32)
-    total = ZERO
-    for i in range(count):
-        power = (x[i] - top) * LOG2E
+    for i in range(x.size):
+        power = x[i] * LOG2E
         clipped = max(power, SMALLEST)
         whole = np.floor(clipped + HALF)
         part = clipped - whole
@@ -56,18 +56,28 @@ def exponentials(x, count, top):
         bits[i] += np.int32(whole) << np.int32(23)
         if power < SMALLEST:
             x[i] = ZERO
+
+
+@compiled
+def exponentials(x, top):
+    """x = exp(x - top) in place; returns the sum."""
+    for i in range(x.size):
+        x[i] -= top
+    exponentiate(x)
+    total = ZERO
+    for i in range(x.size):
         total += x[i]
     return total
 
 
 @compiled
-def modify(scores, count, distance, slope, soft_cap):
-    """Soft cap and ALiBi of scores[:count] in place; ``distance`` is the first key's position minus the query's."""
+def modify(scores, distance, slope, soft_cap):
+    """Soft cap and ALiBi of one query's scores in place; ``distance`` is the first key's position minus the query's."""
     if soft_cap > ZERO:
-        for j in range(count):
+        for j in range(scores.size):
             scores[j] = soft_cap * np.float32(math.tanh(scores[j] / soft_cap))
     if slope != ZERO:
-        for j in range(count):
+        for j in range(scores.size):
             scores[j] += slope * np.float32(distance + j)
 
 
@@ -149,9 +159,9 @@ def decode_row(o, lse, q, k_pages, v_pages, table, length, options, scratch):
         score_keys(scores, scaled, buffer, step, position - first)
         position += step
     for h in range(q.shape[0]):
-        modify(scores[h], count, 1 - count, slopes[h], soft_cap)
+        modify(scores[h, :count], 1 - count, slopes[h], soft_cap)
         scaled[h, 0] = largest(scores[h], count)
-        scaled[h, 1] = exponentials(scores[h], count, scaled[h, 0])
+        scaled[h, 1] = exponentials(scores[h, :count], scaled[h, 0])
     position = first
     while position < length:
         step = min(STAGE, page_size - position % page_size, length - position)
@@ -163,83 +173,106 @@ def decode_row(o, lse, q, k_pages, v_pages, table, length, options, scratch):
 
 
 @compiled
-def pack(keys, values, k_pages, v_pages, table, head, first, count):
-    """Copy count keys of one head from position ``first`` as columns, and the values as rows; zeros behind them."""
-    page_size, head_dim = k_pages.shape[1], k_pages.shape[3]
+def multiply(c, a, a_stride, a_step, depth, b, accumulate):
+    """c [M, N] = a . b [depth, N], plus c where told; M in steps of ROWS, N of WIDTH; a is an address with its two strides in bytes."""
+    for n in range(0, c.shape[1], WIDTH):
+        for m in range(0, c.shape[0], ROWS):
+            target = c.ctypes.data + m * c.strides[0] + n * 4
+            multiply_tile(target, c.strides[0], a + m * a_stride, a_stride, a_step, b.ctypes.data + n * 4, b.strides[0], depth, accumulate)
+
+
+@compiled
+def score_chunk(scores, queries, k_pages, table, head, first, count):
+    """scores [CHUNK, M] = keys . queries [D, M] for count keys of one head from position ``first``; keys are read where they are."""
+    page_size, stride = k_pages.shape[1], k_pages.strides[1]
+    for j in range(0, count, ROWS):  # pages hold multiples of ROWS tokens, and chunks start at one
+        slot = (first + j) % page_size
+        keys = k_pages.ctypes.data + table[(first + j) // page_size] * k_pages.strides[0] + slot * stride + head * k_pages.strides[2]
+        multiply(scores[j : j + ROWS], keys, stride, 4, queries.shape[0], queries, 0)
+
+
+@compiled
+def copy_values(values, v_pages, table, head, first, count):
+    """values [CHUNK, D] = count values of one head from position ``first``, zeros behind them."""
+    page_size = v_pages.shape[1]
     for j in range(CHUNK):
         page, slot = table[min(first + j, first + count - 1) // page_size], (first + j) % page_size
-        for d in range(head_dim):
-            keys[d, j] = k_pages[page, slot, head, d] if j < count else ZERO
+        for d in range(v_pages.shape[3]):
             values[j, d] = v_pages[page, slot, head, d] if j < count else ZERO
 
 
 @compiled
-def multiply_four(c, a, b):
-    """c [4, N] += a [4, K] . b [K, N], K a multiple of 4: four rows share each load of b."""
-    for k in range(0, a.shape[1], 4):
-        a00, a01, a02, a03 = a[0, k], a[0, k + 1], a[0, k + 2], a[0, k + 3]
-        a10, a11, a12, a13 = a[1, k], a[1, k + 1], a[1, k + 2], a[1, k + 3]
-        a20, a21, a22, a23 = a[2, k], a[2, k + 1], a[2, k + 2], a[2, k + 3]
-        a30, a31, a32, a33 = a[3, k], a[3, k + 1], a[3, k + 2], a[3, k + 3]
-        for n in range(c.shape[1]):
-            b0, b1, b2, b3 = b[k, n], b[k + 1, n], b[k + 2, n], b[k + 3, n]
-            c[0, n] += a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
-            c[1, n] += a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
-            c[2, n] += a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
-            c[3, n] += a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
+def weigh(scores, count, total, top, new_top, acc):
+    """Scores [count, M] -> weights; each query's running maximum, sum and output are rescaled (arXiv:1805.02867)."""
+    for m in range(top.size):
+        new_top[m] = top[m]
+    for j in range(count):
+        for m in range(top.size):
+            new_top[m] = max(new_top[m], scores[j, m])
+    for m in range(top.size):
+        top[m] = top[m] - new_top[m]
+    exponentiate(top)
+    for m in range(top.size):
+        total[m] *= top[m]
+    for d in range(acc.shape[0]):
+        for m in range(top.size):
+            acc[d, m] *= top[m]
+    for j in range(count):
+        for m in range(top.size):
+            scores[j, m] -= new_top[m]
+        exponentiate(scores[j])
+        for m in range(top.size):
+            total[m] += scores[j, m]
+    for m in range(top.size):
+        top[m] = new_top[m]
 
 
 @compiled
-def weigh(scores, position, first, window, slope, soft_cap, top, total, acc, m):
-    """Scores of one query against a chunk -> weights; running maximum, sum and output of query m are rescaled (arXiv:1805.02867)."""
-    modify(scores, CHUNK, first - position, slope, soft_cap)
-    for j in range(max(0, position + 1 - first), CHUNK):
-        scores[j] = MASKED
-    for j in range(min(CHUNK, position - window + 1 - first)):
-        scores[j] = MASKED
-    new_top = max(top[m], largest(scores, CHUNK))
-    if new_top == MASKED:  # of the four, this query sees nothing yet
-        scores[:] = ZERO
-        return
-    if new_top > top[m]:
-        keep = np.float32(math.exp(top[m] - new_top))
-        top[m] = new_top
-        total[m] *= keep
-        for d in range(acc.shape[0]):
-            acc[d] *= keep
-    total[m] += exponentials(scores, CHUNK, new_top)
+def mask(scores, count, first, position, group, window):
+    """Scores of keys that a query may not see, those after it and those before its window, become MASKED."""
+    for j in range(count):
+        before = min(max(first + j - position, 0) * group, scores.shape[1])  # columns of queries before the key
+        scores[j, :before] = MASKED
+        scores[j, max(first + j + window - position, 0) * group :] = MASKED
 
 
 @compiled
 def prefill_tile(o, lse, q, k_pages, v_pages, table, position, options, scratch):
-    """Queries [N, H, D] of one row, at ``position`` onward, N <= TILE_QUERIES: each chunk of keys is packed once for all of them."""
+    """Queries [N, H, D] of one row, at ``position`` onward, N <= TILE_QUERIES: each chunk of keys is read once for all of them.
+
+    Everything is transposed, [keys or D, queries], so that keys and values are used as the pages have them. A column is a query
+    and one of the heads that share a key head.
+    """
     window, sm_scale, soft_cap, v_scale, slopes, sinks = options
-    queries, acc, scores, top, total, keys, values = scratch
+    queries, acc, scores, top, new_top, total, values = scratch
     num_kv_heads, head_dim = k_pages.shape[2], k_pages.shape[3]
     group = q.shape[1] // num_kv_heads
-    rows = q.shape[0] * group
+    columns = q.shape[0] * group
     end = position + q.shape[0]
     for head in range(num_kv_heads):
-        for m in range(rows + -rows % 4):  # the last of the fours is filled with zeros
-            top[m], total[m] = MASKED, ZERO
+        queries[:], acc[:], top[:], total[:] = ZERO, ZERO, MASKED, ZERO
+        for m in range(columns):
             for d in range(head_dim):
-                acc[m, d] = ZERO
-                queries[m, d] = q[m // group, head * group + m % group, d] * sm_scale if m < rows else ZERO
+                queries[d, m] = q[m // group, head * group + m % group, d] * sm_scale
         for first in range(max(0, position - window + 1) // CHUNK * CHUNK, end, CHUNK):
-            pack(keys, values, k_pages, v_pages, table, head, first, min(CHUNK, end - first))
-            for m in range(0, rows, 4):
-                last = position + min(m + 3, rows - 1) // group
-                if last < first or position + m // group - window >= first + CHUNK - 1:
-                    continue  # none of the four sees a key of this chunk
-                scores[:] = ZERO
-                multiply_four(scores, queries[m : m + 4], keys)
-                for i in range(m, m + 4):
-                    slope = slopes[head * group + i % group]
-                    weigh(scores[i - m], position + min(i, rows - 1) // group, first, window, slope, soft_cap, top, total, acc[i], i)
-                multiply_four(acc[m : m + 4], scores, values)
-        for m in range(rows):
+            count = min(CHUNK, end - first)
+            score_chunk(scores, queries, k_pages, table, head, first, count)
+            for m in range(columns):
+                h, distance = head * group + m % group, first - position - m // group
+                modify(scores[:count, m], distance, slopes[h], soft_cap)
+            mask(scores, count, first, position, group, window)
+            copy_values(values, v_pages, table, head, first, count)
+            weigh(scores, count, total, top, new_top, acc)
+            multiply(acc, values.ctypes.data, 4, values.strides[0], count, scores, 1)
+        for m in range(columns):
             h = head * group + m % group
-            lse[m // group, h] = finish(o[m // group, h], acc[m], top[m], total[m], sinks[h], v_scale)
+            lse[m // group, h] = finish(o[m // group, h], acc[:head_dim, m], top[m], total[m], sinks[h], v_scale)
+
+
+@compiled
+def round_up(n, multiple):
+    """n, or the next multiple after it."""
+    return n + -n % multiple
 
 
 @compiled
@@ -296,18 +329,18 @@ def work(state):
     num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], k_pages.shape[2]
     num_decode, num_rows = counts[0], counts[1]
     options = counts[2], scales[0], scales[1], scales[2], slopes, sinks
-    tile_rows = TILE_QUERIES * (num_heads // num_kv_heads) + 3
+    tile_columns = round_up(TILE_QUERIES * (num_heads // num_kv_heads), WIDTH)
     longest = 1
     for r in range(num_decode):
         longest = max(longest, seq_lens[r])
     for_tile = (
-        np.empty((tile_rows, head_dim), np.float32),
-        np.empty((tile_rows, head_dim), np.float32),
-        np.empty((4, CHUNK), np.float32),
-        np.empty(tile_rows, np.float32),
-        np.empty(tile_rows, np.float32),
-        np.empty((head_dim, CHUNK), np.float32),
-        np.empty((CHUNK, head_dim), np.float32),
+        np.empty((head_dim, tile_columns), np.float32),
+        np.empty((round_up(head_dim, ROWS), tile_columns), np.float32),
+        np.empty((CHUNK, tile_columns), np.float32),
+        np.empty(tile_columns, np.float32),
+        np.empty(tile_columns, np.float32),
+        np.empty(tile_columns, np.float32),
+        np.zeros((CHUNK, round_up(head_dim, ROWS)), np.float32),
     )
     for_row = (
         np.empty((num_heads, head_dim), np.float32),
@@ -333,8 +366,7 @@ def work(state):
     return 0
 
 
-NAME = "pallas_kernels_paged_attention"
-address_of_work = native.publish(NAME, work)
+address_of_work = native.publish(native_calls.PAGED_ATTENTION, work)
 
 
 @cfunc(types.int64(types.int64), error_model="numpy", cache=True)
